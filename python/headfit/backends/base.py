@@ -1,0 +1,96 @@
+"""What an attention backend is: a name, the head counts that its kernel is compiled for, and one operator.
+
+A backend is chosen by name when a layer is built (`headfit.backends.create`) and never substituted later.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from headfit.kv_cache import KVRegion, check_slots
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSupport:
+    """Where a backend's kernel runs and for which query head counts: data for plans, without building it."""
+
+    name: str
+    architectures: tuple[str, ...]  # CUDA architectures, or ("any",)
+    num_heads: tuple[int, ...] | None  # ascending; None where it runs any count exactly
+    implemented: bool = True
+
+
+class AttentionBackend(Protocol):
+    """Sparse MQA over paged latent keys, which are the values too, with one sink per head."""
+
+    name: str
+    supported_num_heads: tuple[int, ...] | None
+    """Query head counts that the kernel runs, ascending; None where it runs any count exactly."""
+
+    def decode(
+        self,
+        *,
+        q: torch.Tensor,
+        window: KVRegion,
+        compressed: KVRegion | None,
+        attn_sink: torch.Tensor,
+        softmax_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend each query token to its keys of both regions.
+
+        With s_j the scaled scores of a head's valid keys and m their maximum,
+        `o = sum_j exp(s_j - m) v_j / (sum_j exp(s_j - m) + exp(sink - m))`. A token without a valid key gives zeros.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], num_heads one of `supported_num_heads`.
+            window, compressed: the two cache regions.
+            attn_sink: float32 [num_heads].
+            softmax_scale: multiplies the scores.
+
+        Returns:
+            o [num_tokens, num_heads, head_dim] in q's dtype, and lse float32 [num_tokens, num_heads]: natural
+            logarithm of the summed exponentials, without the sink, -inf for a token without a valid key.
+        """
+        ...
+
+
+def check_decode(
+    backend: AttentionBackend, q: torch.Tensor, regions: tuple[KVRegion, ...], attn_sink: torch.Tensor
+) -> None:
+    """Refuse a decode call that no backend could run: shapes, dtypes and head counts; nothing is read back.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it is and what is allowed.
+    """
+    if q.dim() != 3:
+        raise ValueError(f"q: shape {tuple(q.shape)}, allowed: [num_tokens, num_heads, head_dim]")
+    num_tokens, num_heads, head_dim = q.shape
+    if backend.supported_num_heads is not None and num_heads not in backend.supported_num_heads:
+        raise ValueError(f"q: {num_heads} heads, allowed by backend {backend.name}: {backend.supported_num_heads}")
+    if attn_sink.dtype != torch.float32:
+        raise TypeError(f"attn_sink: dtype {attn_sink.dtype}, allowed: torch.float32")
+    if attn_sink.shape != (num_heads,):
+        raise ValueError(f"attn_sink: shape {tuple(attn_sink.shape)}, allowed: ({num_heads},), one a query head")
+    for region, name in zip(regions, ("window", "compressed"), strict=False):
+        if region.pool.kv_format.head_dim != head_dim:
+            raise ValueError(f"{name}: keys are {region.pool.kv_format.head_dim} wide, allowed: q's {head_dim}")
+        if region.indices.dim() != 2 or region.indices.shape[0] != num_tokens:
+            raise ValueError(
+                f"{name}.indices: shape {tuple(region.indices.shape)}, allowed: [{num_tokens}, num_keys], a row a token"
+            )
+        if region.lengths.shape != (num_tokens,):
+            raise ValueError(f"{name}.lengths: shape {tuple(region.lengths.shape)}, allowed: ({num_tokens},)")
+        for part, value in (("indices", region.indices), ("lengths", region.lengths)):
+            if value.dtype != torch.int32:
+                raise TypeError(f"{name}.{part}: dtype {value.dtype}, allowed: torch.int32")
+
+
+def check_indices(regions: tuple[KVRegion, ...]) -> None:
+    """Checked mode: refuse an index past its pool. Waits for the device.
+
+    Raises:
+        IndexError: naming region, row and column.
+    """
+    for region, name in zip(regions, ("window", "compressed"), strict=False):
+        check_slots(f"{name}.indices", torch.where(region.valid(), region.indices, -1), region.pool.num_slots)

@@ -1,0 +1,135 @@
+"""Attention weights out of a safetensors checkpoint, each rank reading only its own slices.
+
+Three spellings of the same tensors exist: the original checkpoint's (`layers.0.attn.wq_a.weight`), transformers'
+(`model.layers.0.self_attn.q_a_proj.weight`), and what transformers writes back (`model.layers.0.attn.wq_a.weight`,
+with `kv_norm` shortened to `norm`). Block scales of fp8 weights end in `.scale` or `.weight_scale_inv`.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from headfit.layers.linear import ParallelLinear
+from headfit.models.deepseek_v4 import FP8_LINEARS, MQALayer
+
+ATTENTION_TENSOR = re.compile(r"^(?:model\.)?layers\.(\d+)\.(?:attn|self_attn)\.(.+)$")
+
+# Module paths in transformers' spelling, longest first, and the checkpoint's own.
+_TRANSFORMERS_NAMES = (
+    ("compressor.indexer.scorer.weights_proj", "indexer.weights_proj"),
+    ("compressor.indexer.weights_proj", "indexer.weights_proj"),
+    ("compressor.indexer.q_b_proj", "indexer.wq_b"),
+    ("compressor.indexer.kv_proj", "indexer.compressor.wkv"),
+    ("compressor.indexer.gate_proj", "indexer.compressor.wgate"),
+    ("compressor.indexer.kv_norm", "indexer.compressor.norm"),
+    ("compressor.indexer.position_bias", "indexer.compressor.ape"),
+    ("compressor.kv_proj", "compressor.wkv"),
+    ("compressor.gate_proj", "compressor.wgate"),
+    ("compressor.kv_norm", "compressor.norm"),
+    ("compressor.position_bias", "compressor.ape"),
+    ("q_a_proj", "wq_a"),
+    ("q_a_norm", "q_norm"),
+    ("q_b_proj", "wq_b"),
+    ("kv_proj", "wkv"),
+    ("o_a_proj", "wo_a"),
+    ("o_b_proj", "wo_b"),
+    ("sinks", "attn_sink"),
+    ("norm", "kv_norm"),
+)
+
+
+def parameter_name(name: str) -> str:
+    """The MQALayer parameter that an attention tensor's name, in any of the three spellings, stands for."""
+    for theirs, ours in _TRANSFORMERS_NAMES:
+        if name == theirs or name.startswith(theirs + "."):
+            name = ours + name[len(theirs) :]
+            break
+    return re.sub(r"\.scale$", ".weight_scale_inv", name)
+
+
+class Checkpoint:
+    """The safetensors files of a model folder, opened once; nothing is read until asked for.
+
+    Raises:
+        ValueError: no safetensors file, an index that names a missing file, a file that is corrupt.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._files = {}
+        self._file_of: dict[str, str] = {}
+        for file in self._file_names():
+            try:
+                self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.folder / file}: not a readable safetensors file ({error})") from error
+            self._file_of |= dict.fromkeys(self._files[file].keys(), file)
+        self.attention: dict[int, dict[str, str]] = {}
+        """By layer: parameter name -> tensor name in the files."""
+        for tensor in self._file_of:
+            if match := ATTENTION_TENSOR.match(tensor):
+                names = self.attention.setdefault(int(match[1]), {})
+                name = parameter_name(match[2])
+                if name in names:
+                    raise ValueError(f"{self.folder}: {names[name]} and {tensor} are the same parameter")
+                names[name] = tensor
+
+    def _file_names(self) -> Sequence[str]:
+        index = self.folder / "model.safetensors.index.json"
+        if not index.exists():
+            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            if not files:
+                raise ValueError(f"{self.folder}: holds no .safetensors file")
+            return files
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index}: not a safetensors index ({error})") from error
+        if missing := [file for file in files if not (self.folder / file).exists()]:
+            raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}")
+        return files
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files."""
+        return sum((self.folder / file).stat().st_size for file in self._files)
+
+    def fp8_linears(self, layer_id: int) -> frozenset[str]:
+        """The linears of a layer whose weights are float8_e4m3 here."""
+        names = self.attention.get(layer_id, {})
+        return frozenset(
+            linear
+            for linear in FP8_LINEARS
+            if (tensor := names.get(f"{linear}.weight")) and self._slice(tensor).get_dtype() == "F8_E4M3"
+        )
+
+    def load_attention(self, layer: MQALayer) -> None:
+        """Fill every parameter of `layer` with its rank's slice.
+
+        Raises:
+            ValueError: a missing or unknown tensor, or one of another shape, named as in the files.
+        """
+        names = dict(self.attention.get(layer.layer_id, {}))
+        slices = {
+            f"{path}.{name}": part
+            for path, module in layer.named_modules()
+            if isinstance(module, ParallelLinear)
+            for name, part in module.tensor_slices().items()
+        }
+        for name, param in layer.named_parameters():
+            if name not in names:
+                raise ValueError(f"{self.folder}: layer {layer.layer_id} has no tensor for attention parameter {name}")
+            tensor = names.pop(name)
+            shape, part = slices.get(name, (tuple(param.shape), tuple(slice(0, size) for size in param.shape)))
+            stored = self._slice(tensor)
+            if tuple(stored.get_shape()) != shape:
+                raise ValueError(f"{self.folder}: {tensor} has shape {tuple(stored.get_shape())}, allowed: {shape}")
+            param.data.copy_(stored[part])
+        if names:
+            raise ValueError(f"{self.folder}: unknown attention tensors: {', '.join(sorted(names.values()))}")
+
+    def _slice(self, tensor: str):
+        return self._files[self._file_of[tensor]].get_slice(tensor)

@@ -1,0 +1,126 @@
+"""headfit inside Hugging Face transformers: its DeepSeek-V4 model with our attention in every layer.
+
+transformers keeps everything else: embeddings, hyper-connections, MoE, norms, head. Its `DeepseekV4ForCausalLM` hands
+keyword arguments that it does not know down to each layer's `self_attn`, which is how `forward_batch` travels.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+from headfit.backends.base import AttentionBackend
+from headfit.checkpoint import ATTENTION_TENSOR, Checkpoint
+from headfit.config import DeepSeekV4Config
+from headfit.distributed import AttnTPGroup
+from headfit.forward_batch import ForwardBatch
+from headfit.models.deepseek_v4 import MQALayer
+
+
+class AttentionAdapter(nn.Module):
+    """Stands where transformers has `self_attn`: flattens the batch and calls the layer."""
+
+    def __init__(self, layer: MQALayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch, **_: object
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states [B, S, hidden], position_ids [B, S]; transformers' own masks, caches and angles are unused."""
+        x = hidden_states.flatten(0, 1)
+        return self.layer(x, position_ids.flatten(), forward_batch).view_as(hidden_states), None
+
+
+class _HostModel(DeepseekV4ForCausalLM):
+    """transformers' model without attention modules: `from_pretrained` builds it on the meta device, so that their
+    weights are neither allocated nor read."""
+
+    _keys_to_ignore_on_load_unexpected = (r"(^|\.)mtp\..*", r"\.self_attn\.")
+
+    def __init__(self, config: DeepseekV4Config) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn = nn.Module()
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    backend: AttentionBackend,
+    group: AttnTPGroup | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> DeepseekV4ForCausalLM:
+    """transformers' DeepSeek-V4 from a local checkpoint folder, every attention module an MQALayer of this rank.
+
+    Call the result with `forward_batch=`, see `forward`. Experts and everything else are whole on every rank.
+
+    Raises:
+        ValueError: a config that is not DeepSeek-V4's, heads that do not divide over the group, tensors that are
+            missing, unknown or of another shape, files that are corrupt; each named.
+    """
+    config = DeepSeekV4Config.from_file(folder)
+    checkpoint = Checkpoint(folder)
+    layers = [
+        MQALayer(
+            config,
+            layer_id=layer_id,
+            backend=backend,
+            group=group,
+            dtype=dtype,
+            device=device,
+            fp8_linears=checkpoint.fp8_linears(layer_id),
+        )
+        for layer_id in range(config.num_hidden_layers)
+    ]
+    model, info = _HostModel.from_pretrained(folder, dtype=dtype, device_map=device, output_loading_info=True)
+    _check_loaded(folder, info, config.num_hidden_layers)
+    for layer, decoder_layer in zip(layers, model.model.layers, strict=True):
+        checkpoint.load_attention(layer)
+        decoder_layer.self_attn = AttentionAdapter(layer)
+    return model.eval().requires_grad_(False)
+
+
+def forward(
+    model: DeepseekV4ForCausalLM,
+    input_ids: torch.Tensor,
+    forward_batch: ForwardBatch,
+    *,
+    logits_for: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One step of the model over a flat batch.
+
+    Args:
+        input_ids: int [num_tokens], sequence after sequence as in `forward_batch`.
+        logits_for: rows to compute logits for; all where None.
+
+    Returns:
+        logits [num rows, vocab_size].
+    """
+    rows = logits_for if logits_for is not None else 0
+    return model(
+        input_ids=input_ids[None],
+        position_ids=forward_batch.positions[None],
+        # A dictionary is taken as ready-made masks, and attention needs none.
+        attention_mask={"sliding_attention": None},
+        use_cache=False,
+        logits_to_keep=rows,
+        forward_batch=forward_batch,
+    ).logits[0]
+
+
+def _check_loaded(folder: str | Path, info: dict, num_layers: int) -> None:
+    """Turn what transformers only warns of into an error; attention tensors are this package's to load."""
+
+    def rest(names) -> list[str]:
+        return sorted(
+            name
+            for name in map(str, names)
+            if not ((match := ATTENTION_TENSOR.match(name)) and int(match[1]) < num_layers)
+        )
+
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if names := rest(info.get(kind) or ()):
+            raise ValueError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names)}")

@@ -1,0 +1,46 @@
+"""Sparse MQA decode: the operator's definition, float32, in equation order."""
+
+import torch
+
+from headfit.kv_cache import KVRegion
+
+MAX_BLOCK_BYTES = 64 * 2**20  # of gathered keys at a time, so that a long prompt's memory stays bounded
+
+
+def sparse_mqa_ref(
+    *, q: torch.Tensor, regions: tuple[KVRegion, ...], attn_sink: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `AttentionBackend.decode`, whose contract this defines. Blocks of tokens do not change a token's result."""
+    num_tokens, _, head_dim = q.shape
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    num_keys = sum(region.indices.shape[1] for region in regions)
+    block = max(1, MAX_BLOCK_BYTES // max(1, 4 * head_dim * num_keys))
+    for start in range(0, num_tokens, block):
+        rows = slice(start, start + block)
+        o[rows], lse[rows] = _attend(q[rows], [_rows(region, rows) for region in regions], attn_sink, softmax_scale)
+    return o, lse
+
+
+def _attend(q, regions, attn_sink, softmax_scale) -> tuple[torch.Tensor, torch.Tensor]:
+    valid = torch.cat([region.valid() for region in regions], dim=1)
+    slots = [torch.where(region.valid(), region.indices, -1).long() for region in regions]
+    kv = torch.cat([region.pool.load(s) for region, s in zip(regions, slots, strict=True)], dim=1)
+    if kv.shape[1] == 0:
+        return torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), device=q.device)
+
+    scores = torch.einsum("thd,tkd->thk", q.float(), kv) * softmax_scale
+    scores = scores.masked_fill(~valid[:, None], float("-inf"))
+    has_key = valid.any(dim=1)[:, None]
+    m = torch.where(has_key, scores.amax(dim=-1), 0)
+    p = torch.exp(scores - m[..., None])
+    denominator = p.sum(dim=-1)
+    lse = m + denominator.log()
+    # Without a valid key numerator and denominator may both be zero; the convention is zeros.
+    share = torch.where(has_key, denominator + torch.exp(attn_sink - m), 1)
+    o = torch.einsum("thk,tkd->thd", p, kv) / share[..., None]
+    return o.to(q.dtype), lse
+
+
+def _rows(region: KVRegion, rows: slice) -> KVRegion:
+    return KVRegion(region.pool, region.indices[rows], region.lengths[rows])

@@ -1,0 +1,77 @@
+"""Interleaved rotary position embedding on the trailing channels, plain or YaRN-scaled.
+
+Frequencies follow transformers' `_compute_yarn_parameters` (YaRN, https://arxiv.org/abs/2309.00071): low frequencies
+are divided by `factor`, high ones kept, with a linear ramp between the dimensions that make `beta_slow` and
+`beta_fast` turns over the original context. DeepSeek-V4 multiplies cos and sin by `attention_factor` 1.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from headfit.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
+    """Angle per position of each channel pair: float32 [rope_dim // 2]."""
+    base = rope.theta ** (torch.arange(0, rope_dim, 2, dtype=torch.int64).float() / rope_dim)
+    plain = 1.0 / base
+    if rope.rope_type == "default":
+        return plain
+
+    def dimension_of(turns: float) -> float:
+        return (rope_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))) / (
+            2 * math.log(rope.theta)
+        )
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope_dim - 1)
+    ramp = (torch.arange(rope_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return plain / rope.factor * (1 - kept) + plain * kept
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of a layer's rotation angles. Not a parameter: recomputed from the config, never loaded."""
+
+    def __init__(self, rope: RopeConfig, rope_dim: int, *, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.attention_factor = rope.attention_factor
+        # Built on the CPU whatever the default device is, so that a model made on the meta device has it.
+        with torch.device("cpu"):
+            inv_freq = inverse_frequencies(rope, rope_dim)
+        self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        # A model-wide cast to bfloat16 must not round the angles.
+        inv_freq = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = inv_freq.to(self.inv_freq.device)
+        return self
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions int [N] -> cos, sin float32 [N, rope_dim // 2]."""
+        angles = positions[:, None].float() * self.inv_freq
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+def apply_rope(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], *, inverse: bool = False) -> torch.Tensor:
+    """Rotate the channel pairs (0, 1), (2, 3), ... of x's last `2 * cos.shape[-1]` channels.
+
+    Args:
+        x: [N, dim] or [N, heads, dim].
+        cos_sin: each [N, rope_dim // 2], float32.
+        inverse: rotate back.
+    """
+    cos, sin = cos_sin
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    if inverse:
+        sin = -sin
+    rope_dim = 2 * cos.shape[-1]
+    even, odd = x[..., -rope_dim:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., :-rope_dim], rotated.to(x.dtype)), dim=-1)
