@@ -23,22 +23,23 @@ def sparse_mqa_ref(
 
 
 def _attend(q, regions, attn_sink, softmax_scale) -> tuple[torch.Tensor, torch.Tensor]:
-    valid = torch.cat([region.valid() for region in regions], dim=1)
-    slots = [torch.where(region.valid(), region.indices, -1).long() for region in regions]
-    kv = torch.cat([region.pool.load(s) for region, s in zip(regions, slots, strict=True)], dim=1)
-    if kv.shape[1] == 0:
+    valid = [region.valid() for region in regions]
+    kv = [r.pool.load(torch.where(v, r.indices, -1)) for r, v in zip(regions, valid, strict=True)]
+    scores = torch.cat([torch.einsum("thd,tkd->thk", q.float(), part) for part in kv], dim=-1) * softmax_scale
+    if scores.shape[-1] == 0:
         return torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), device=q.device)
 
-    scores = torch.einsum("thd,tkd->thk", q.float(), kv) * softmax_scale
-    scores = scores.masked_fill(~valid[:, None], float("-inf"))
+    valid = torch.cat(valid, dim=1)
     has_key = valid.any(dim=1)[:, None]
+    scores = scores.masked_fill(~valid[:, None], float("-inf"))
     m = torch.where(has_key, scores.amax(dim=-1), 0)
     p = torch.exp(scores - m[..., None])
     denominator = p.sum(dim=-1)
     lse = m + denominator.log()
     # Without a valid key numerator and denominator may both be zero; the convention is zeros.
     share = torch.where(has_key, denominator + torch.exp(attn_sink - m), 1)
-    o = torch.einsum("thk,tkd->thd", p, kv) / share[..., None]
+    parts = zip(p.split([part.shape[1] for part in kv], dim=-1), kv, strict=True)
+    o = sum(torch.einsum("thk,tkd->thd", weights, part) for weights, part in parts) / share[..., None]
     return o.to(q.dtype), lse
 
 

@@ -22,7 +22,7 @@ def hf_config(compress_ratios: Sequence[int] = (0, 4, 128), **changes: Any) -> D
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "num_hash_layers": 1,
-        "index_n_heads": 4,
+        "index_n_heads": 32,  # enough that a score of exactly 0, a tie at the cut, does not occur
         "index_head_dim": 128,
         "index_topk": 32,
         "sliding_window": 128,
