@@ -97,6 +97,15 @@ class Checkpoint:
         """Size of the files."""
         return sum((self.folder / file).stat().st_size for file in self._files)
 
+    @property
+    def has_fp8_outside_attention(self) -> bool:
+        """Whether any tensor that is not attention's is stored in 8 bits."""
+        return any(
+            self._slice(tensor).get_dtype() in ("F8_E4M3", "I8", "U8")
+            for tensor in self._file_of
+            if not ATTENTION_TENSOR.match(tensor)
+        )
+
     def fp8_linears(self, layer_id: int) -> frozenset[str]:
         """The linears of a layer whose weights are float8_e4m3 here."""
         names = self.attention.get(layer_id, {})
@@ -105,6 +114,13 @@ class Checkpoint:
             for linear in FP8_LINEARS
             if (tensor := names.get(f"{linear}.weight")) and self._slice(tensor).get_dtype() == "F8_E4M3"
         )
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ValueError naming the attention tensors of layers that a model of `num_layers` does not have."""
+        extra = {layer: names for layer, names in self.attention.items() if layer >= num_layers}
+        if extra:
+            tensors = sorted(tensor for names in extra.values() for tensor in names.values())
+            raise ValueError(f"{self.folder}: attention tensors beyond the {num_layers} layers: {', '.join(tensors)}")
 
     def load_attention(self, layer: MQALayer) -> None:
         """Fill every parameter of `layer` with its rank's slice.

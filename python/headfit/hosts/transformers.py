@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from headfit.backends.base import AttentionBackend
-from headfit.checkpoint import ATTENTION_TENSOR, Checkpoint
+from headfit.checkpoint import Checkpoint
 from headfit.config import DeepSeekV4Config
 from headfit.distributed import AttnTPGroup
 from headfit.forward_batch import ForwardBatch
@@ -63,6 +63,7 @@ def load_model(
     """
     config = DeepSeekV4Config.from_file(folder)
     checkpoint = Checkpoint(folder)
+    checkpoint.check_layers(config.num_hidden_layers)
     layers = [
         MQALayer(
             config,
@@ -75,8 +76,19 @@ def load_model(
         )
         for layer_id in range(config.num_hidden_layers)
     ]
-    model, info = _HostModel.from_pretrained(folder, dtype=dtype, device_map=device, output_loading_info=True)
-    _check_loaded(folder, info, config.num_hidden_layers)
+    hf_config = DeepseekV4Config.from_pretrained(folder)
+    if not checkpoint.has_fp8_outside_attention and hasattr(hf_config, "quantization_config"):
+        del hf_config.quantization_config  # nothing is left for transformers to dequantise
+    model, info = _HostModel.from_pretrained(
+        folder,
+        config=hf_config,
+        dtype=dtype,
+        # transformers needs accelerate to load onto a device directly.
+        device_map=None if torch.device(device).type == "cpu" else device,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported in `info`, with names, and refused below
+    )
+    _check_loaded(folder, info)
     for layer, decoder_layer in zip(layers, model.model.layers, strict=True):
         checkpoint.load_attention(layer)
         decoder_layer.self_attn = AttentionAdapter(layer)
@@ -111,16 +123,8 @@ def forward(
     ).logits[0]
 
 
-def _check_loaded(folder: str | Path, info: dict, num_layers: int) -> None:
-    """Turn what transformers only warns of into an error; attention tensors are this package's to load."""
-
-    def rest(names) -> list[str]:
-        return sorted(
-            name
-            for name in map(str, names)
-            if not ((match := ATTENTION_TENSOR.match(name)) and int(match[1]) < num_layers)
-        )
-
+def _check_loaded(folder: str | Path, info: dict) -> None:
+    """Turn what transformers only warns of into an error."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if names := rest(info.get(kind) or ()):
+        if names := sorted(map(str, info.get(kind) or ())):
             raise ValueError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names)}")

@@ -65,7 +65,14 @@ def load_all_ranks(
             layers = []
             for rank in range(attn_tp_size):
                 group = AttnTPGroup(rank, attn_tp_size, reduce_results=False)
-                layer = MQALayer(config, layer_id=layer_id, backend=backend, group=group, dtype=torch.float32)
+                layer = MQALayer(
+                    config,
+                    layer_id=layer_id,
+                    backend=backend,
+                    group=group,
+                    dtype=torch.float32,
+                    fp8_linears=checkpoint.fp8_linears(layer_id),
+                )
                 checkpoint.load_attention(layer)
                 layers.append(layer)
             decoder_layer.self_attn = AllRanks(layers, caches)
