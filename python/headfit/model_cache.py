@@ -76,6 +76,7 @@ class ModelCache:
         self.config = config
         self.max_seqs = max_seqs
         self.max_context = max_context
+        self.max_chunk = max_chunk
         self.device = torch.device(device)
         ring = min(config.sliding_window - 1 + max_chunk, max_context)
         ring_pages = -(-ring // WINDOW_PAGE_SIZE)

@@ -4,11 +4,15 @@ transformers keeps everything else: embeddings, hyper-connections, MoE, norms, h
 keyword arguments that it does not know down to each layer's `self_attn`, which is how `forward_batch` travels.
 """
 
+import logging
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers import __version__ as transformers_version
+from transformers.distributed import DistributedConfig
 
 from headfit.backends.base import AttentionBackend
 from headfit.checkpoint import Checkpoint
@@ -16,6 +20,8 @@ from headfit.config import DeepSeekV4Config
 from headfit.distributed import AttnTPGroup
 from headfit.forward_batch import ForwardBatch
 from headfit.models.deepseek_v4 import MQALayer
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionAdapter(nn.Module):
@@ -55,7 +61,8 @@ def load_model(
 ) -> DeepseekV4ForCausalLM:
     """transformers' DeepSeek-V4 from a local checkpoint folder, every attention module an MQALayer of this rank.
 
-    Call the result with `forward_batch=`, see `forward`. Experts and everything else are whole on every rank.
+    Call the result with `forward_batch=`, see `forward`. Experts are sharded where `expert_sharding` says so;
+    everything else outside attention is whole on every rank.
 
     Raises:
         ValueError: a config that is not DeepSeek-V4's, heads that do not divide over the group, tensors that are
@@ -79,12 +86,18 @@ def load_model(
     hf_config = DeepseekV4Config.from_pretrained(folder)
     if not checkpoint.has_fp8_outside_attention and hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config  # nothing is left for transformers to dequantise
+    shards_experts, reason = expert_sharding(group or AttnTPGroup())
+    logger.info("experts %s: %s", "sharded over the ranks" if shards_experts else "whole on every rank", reason)
+    if shards_experts:
+        placement = {"distributed_config": DistributedConfig(tp_size=group.size, tp_plan="auto")}
+    else:
+        # transformers needs accelerate to load onto a device directly.
+        placement = {"device_map": None if torch.device(device).type == "cpu" else device}
     model, info = _HostModel.from_pretrained(
         folder,
         config=hf_config,
         dtype=dtype,
-        # transformers needs accelerate to load onto a device directly.
-        device_map=None if torch.device(device).type == "cpu" else device,
+        **placement,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported in `info`, with names, and refused below
     )
@@ -93,6 +106,17 @@ def load_model(
         checkpoint.load_attention(layer)
         decoder_layer.self_attn = AttentionAdapter(layer)
     return model.eval().requires_grad_(False)
+
+
+def expert_sharding(group: AttnTPGroup) -> tuple[bool, str]:
+    """Whether transformers' own tensor-parallel plan can shard the experts over `group`, and why or why not."""
+    if group.size == 1:
+        return False, "one rank"
+    if not getattr(DeepseekV4Config, "base_model_tp_plan", None):
+        return False, f"transformers {transformers_version} has no tensor-parallel plan for this model"
+    if not dist.is_initialized() or group.process_group is not None or dist.get_world_size() != group.size:
+        return False, "the attention-TP group is not the whole world"
+    return True, "by transformers' tensor-parallel plan"
 
 
 def forward(
