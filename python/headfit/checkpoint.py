@@ -101,7 +101,7 @@ class Checkpoint:
     def has_fp8_outside_attention(self) -> bool:
         """Whether any tensor that is not attention's is stored in 8 bits."""
         return any(
-            self._slice(tensor).get_dtype() in ("F8_E4M3", "I8", "U8")
+            self._slice(tensor).get_dtype().startswith(("F8", "F4", "I8", "U8"))
             for tensor in self._file_of
             if not ATTENTION_TENSOR.match(tensor)
         )

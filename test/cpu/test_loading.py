@@ -232,3 +232,13 @@ def test_files_that_cannot_be_read(saved, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match="not a safetensors index"):
         Checkpoint(tmp_path)
+
+
+def test_a_config_that_transformers_would_misread(saved, tmp_path):
+    settings = json.loads((saved / "config.json").read_text())
+    settings["dim"] = settings.pop("hidden_size")
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes())
+    assert DeepSeekV4Config.from_file(tmp_path).hidden_size == 64
+    with pytest.raises(ValueError, match="hidden_size gives 4096 but dim gives 64"):
+        load_model(tmp_path, backend=ReferenceBackend())

@@ -84,6 +84,8 @@ def load_model(
         for layer_id in range(config.num_hidden_layers)
     ]
     hf_config = DeepseekV4Config.from_pretrained(folder)
+    if DeepSeekV4Config.from_pretrained_config(hf_config) != config:
+        raise ValueError(f"{folder}/config.json: transformers reads other sizes from it; allowed: its own field names")
     if not checkpoint.has_fp8_outside_attention and hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config  # nothing is left for transformers to dequantise
     shards_experts, reason = expert_sharding(group or AttnTPGroup())
