@@ -59,7 +59,7 @@ class AttnSink:
     def ensure(self) -> torch.Tensor:
         """Bring the parameter back into the storage if something rebound it; the storage, float32 [longer].
 
-        Costs two pointer comparisons when nothing changed. Call it before replaying a captured graph.
+        Costs a few comparisons on the host when nothing changed. Call it before replaying a captured graph.
 
         Raises:
             TypeError: the parameter is not of a floating dtype (a bfloat16 or float16 one is widened).
@@ -68,12 +68,7 @@ class AttnSink:
         """
         param = self._owner[0].attn_sink
         storage = self._storage
-        if (
-            storage is not None
-            and param.data_ptr() == storage.data_ptr()
-            and param.device == storage.device
-            and param.dtype == torch.float32
-        ):
+        if storage is not None and self._lives_in(storage, param):
             return storage
         self._check(param)
         # An inference tensor could not be written in place by a later weight update outside inference mode.
@@ -81,9 +76,22 @@ class AttnSink:
             if storage is None or storage.device != param.device:
                 storage = torch.zeros(self._length, dtype=torch.float32, device=param.device)
             storage[: self._num_heads].copy_(param.detach())
-            param.data = storage[: self._num_heads]
+            if param.is_inference():  # made under inference mode: it could not be sliced or written later
+                param = nn.Parameter(storage[: self._num_heads], requires_grad=param.requires_grad)
+                self._owner[0].attn_sink = param
+            else:
+                param.data = storage[: self._num_heads]
         self._storage = storage
         return storage
+
+    def _lives_in(self, storage: torch.Tensor, param: torch.Tensor) -> bool:
+        return (
+            param.data_ptr() == storage.data_ptr()
+            and param.device == storage.device
+            and param.dtype == torch.float32
+            and param.shape == (self._num_heads,)
+            and param.is_contiguous()
+        )
 
     def _check(self, param: torch.Tensor) -> None:
         if not param.dtype.is_floating_point:

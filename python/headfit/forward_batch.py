@@ -69,42 +69,35 @@ class ForwardBatch:
                 cache's `max_context`, a chunk longer than its `max_chunk`.
         """
         _check_step(cache, request_slots, starts, lengths)
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        first_rows = [sum(lengths[:i]) for i in range(len(lengths))]
 
         def tensor(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64, device=cache.device)
 
-        sequence = [i for i, length in enumerate(lengths) for _ in range(length)]
-        positions = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
-        query_starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        slots = tensor(request_slots)
+        sequence = tensor([i for i, length in enumerate(lengths) for _ in range(length)])
+        positions = tensor([p for start, end in zip(starts, ends, strict=True) for p in range(start, end)])
         plans = {}
         for ratio in cache.entry_tables:
-            entries = [
-                (i, w) for i, end in enumerate(ends) for w in range(starts[i] // ratio, end // ratio) if lengths[i]
-            ]
+            entries = [(i, w) for i, end in enumerate(ends) for w in range(starts[i] // ratio, end // ratio)]
             owner = tensor([i for i, _ in entries])
             plans[ratio] = _plan_entries(
                 cache,
                 ratio,
-                request_slots=tensor(request_slots)[owner],
+                request_slots=slots[owner],
                 starts=tensor(starts)[owner],
-                query_starts=tensor(query_starts)[owner],
+                first_rows=tensor(first_rows)[owner],
                 entries=tensor([w for _, w in entries]),
-                state_writes=_state_writes(
-                    cache,
-                    ratio,
-                    tensor(request_slots)[tensor(sequence)],
-                    tensor(positions),
-                    tensor(ends)[tensor(sequence)],
-                ),
+                state_writes=_state_writes(cache, ratio, slots[sequence], positions, tensor(ends)[sequence]),
             )
         return cls._build(
             cache,
-            positions=tensor(positions),
-            request_slots=tensor(request_slots)[tensor(sequence)],
+            positions=positions,
+            request_slots=slots[sequence],
             entry_plans=plans,
             max_entries={ratio: max((end // ratio for end in ends), default=0) for ratio in plans},
-            query_blocks=_query_blocks(cache, tensor(request_slots), query_starts, lengths, ends),
+            query_blocks=_query_blocks(cache, slots, first_rows, lengths, ends),
         )
 
     @classmethod
@@ -125,7 +118,7 @@ class ForwardBatch:
                 ratio,
                 request_slots=request_slots,
                 starts=positions,
-                query_starts=rows,
+                first_rows=rows,
                 entries=torch.where(completes, positions // ratio, -1),
                 state_writes=_state_writes(cache, ratio, request_slots, positions, positions + 1),
             )
@@ -157,7 +150,7 @@ class ForwardBatch:
         )
 
 
-def _plan_entries(cache, ratio, *, request_slots, starts, query_starts, entries, state_writes) -> EntryPlan:
+def _plan_entries(cache, ratio, *, request_slots, starts, first_rows, entries, state_writes) -> EntryPlan:
     """Where each entry's rows come from: this step brings its sequence's positions from `starts` on."""
     span = compressor_span(ratio)
     first = entries.clamp(min=0) * ratio
@@ -168,7 +161,7 @@ def _plan_entries(cache, ratio, *, request_slots, starts, query_starts, entries,
     return EntryPlan(
         slots=cache.entry_slots(ratio, request_slots, entries),
         positions=first,
-        step_rows=(query_starts[:, None] + tokens - starts[:, None]).clamp(0, last_row),
+        step_rows=(first_rows[:, None] + tokens - starts[:, None]).clamp(0, last_row),
         state_reads=cache.state_rows(ratio, request_slots[:, None], tokens),
         in_step=in_step,
         missing=tokens < 0,
@@ -182,14 +175,14 @@ def _state_writes(cache, ratio, request_slots, positions, ends) -> torch.Tensor:
     return cache.state_rows(ratio, request_slots, torch.where(kept, positions, -1))
 
 
-def _query_blocks(cache, request_slots, query_starts, lengths, ends) -> tuple[QueryBlock, ...]:
+def _query_blocks(cache, request_slots, first_rows, lengths, ends) -> tuple[QueryBlock, ...]:
     if 4 not in cache.entry_tables:
         return ()
     if len(set(lengths)) == 1:
         return (QueryBlock(slice(0, sum(lengths)), request_slots, max(ends) // 4),)
     return tuple(
         QueryBlock(slice(start, start + length), request_slots[i : i + 1], ends[i] // 4)
-        for i, (start, length) in enumerate(zip(query_starts, lengths, strict=True))
+        for i, (start, length) in enumerate(zip(first_rows, lengths, strict=True))
         if length
     )
 

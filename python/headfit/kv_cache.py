@@ -316,7 +316,10 @@ class KVRegion:
     indices: Tensor
     lengths: Tensor
 
+    def within_length(self) -> Tensor:
+        """bool [num_tokens, num_keys]: which indices are read."""
+        return torch.arange(self.indices.shape[1], device=self.indices.device) < self.lengths[:, None]
+
     def valid(self) -> Tensor:
-        """bool [num_tokens, num_keys]: which indices name a key."""
-        column = torch.arange(self.indices.shape[1], device=self.indices.device)
-        return (self.indices >= 0) & (column < self.lengths[:, None])
+        """bool [num_tokens, num_keys]: which indices are read and name a key."""
+        return (self.indices >= 0) & self.within_length()

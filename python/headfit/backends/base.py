@@ -65,6 +65,8 @@ def check_decode(
     """
     if q.dim() != 3:
         raise ValueError(f"q: shape {tuple(q.shape)}, allowed: [num_tokens, num_heads, head_dim]")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"q: dtype {q.dtype}, allowed: torch.bfloat16, torch.float16, torch.float32")
     num_tokens, num_heads, head_dim = q.shape
     if backend.supported_num_heads is not None and num_heads not in backend.supported_num_heads:
         raise ValueError(f"q: {num_heads} heads, allowed by backend {backend.name}: {backend.supported_num_heads}")
@@ -93,4 +95,5 @@ def check_indices(regions: tuple[KVRegion, ...]) -> None:
         IndexError: naming region, row and column.
     """
     for region, name in zip(regions, ("window", "compressed"), strict=False):
-        check_slots(f"{name}.indices", torch.where(region.valid(), region.indices, -1), region.pool.num_slots)
+        read = torch.where(region.within_length(), region.indices, -1)
+        check_slots(f"{name}.indices", read, region.pool.num_slots)
