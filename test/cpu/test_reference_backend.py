@@ -199,6 +199,13 @@ def test_row_17_index_past_the_pool_is_named(beyond, region, kv_format, seed):
     check(arguments)
 
 
+def test_row_17_a_negative_index_other_than_absent_is_named(seed):
+    arguments = make_case(Case(num_keys=(8, 8), page_sizes=(64, 2)), seed, kv_format=KV_FORMATS["model"])
+    arguments["window"].indices[0, 1] = -7
+    with pytest.raises(IndexError, match=r"window\.indices\[row 0, column 1\] is -7"):
+        BACKEND.decode(**arguments)
+
+
 @both_formats
 @pytest.mark.parametrize("num_keys", [(0, None), (24, None), (24, 40), (0, 0)], ids=str)
 def test_row_19_no_tokens(num_keys, kv_format, seed):
