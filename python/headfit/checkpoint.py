@@ -7,7 +7,7 @@ with `kv_norm` shortened to `norm`). Block scales of fp8 weights end in `.scale`
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -92,19 +92,17 @@ class Checkpoint:
             raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}")
         return files
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the files."""
-        return sum((self.folder / file).stat().st_size for file in self._files)
+    def tensors_outside_attention(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        """(name, shape, safetensors dtype such as "BF16" or "F8_E4M3") of every tensor that is not attention's."""
+        for tensor in self._file_of:
+            if not ATTENTION_TENSOR.match(tensor):
+                stored = self._slice(tensor)
+                yield tensor, tuple(stored.get_shape()), stored.get_dtype()
 
     @property
     def has_fp8_outside_attention(self) -> bool:
-        """Whether any tensor that is not attention's is stored in 8 bits."""
-        return any(
-            self._slice(tensor).get_dtype().startswith(("F8", "F4", "I8", "U8"))
-            for tensor in self._file_of
-            if not ATTENTION_TENSOR.match(tensor)
-        )
+        """Whether any tensor that is not attention's is stored in 8 bits or fewer."""
+        return any(dtype.startswith(("F8", "F4", "I8", "U8")) for _, _, dtype in self.tensors_outside_attention())
 
     def fp8_linears(self, layer_id: int) -> frozenset[str]:
         """The linears of a layer whose weights are float8_e4m3 here."""
@@ -122,30 +120,39 @@ class Checkpoint:
             tensors = sorted(tensor for names in extra.values() for tensor in names.values())
             raise ValueError(f"{self.folder}: attention tensors beyond the {num_layers} layers: {', '.join(tensors)}")
 
-    def load_attention(self, layer: MQALayer) -> None:
-        """Fill every parameter of `layer` with its rank's slice.
-
-        Raises:
-            ValueError: a missing or unknown tensor, or one of another shape, named as in the files.
-        """
-        names = dict(self.attention.get(layer.layer_id, {}))
-        slices = {
-            f"{path}.{name}": part
-            for path, module in layer.named_modules()
-            if isinstance(module, ParallelLinear)
-            for name, part in module.tensor_slices().items()
-        }
-        for name, param in layer.named_parameters():
+    def check_attention(self, layer: MQALayer) -> None:
+        """Raise ValueError where a tensor of `layer` is missing, unknown or of another shape, named as in the files."""
+        names = self.attention.get(layer.layer_id, {})
+        for name, (shape, _) in _parts(layer).items():
             if name not in names:
                 raise ValueError(f"{self.folder}: layer {layer.layer_id} has no tensor for attention parameter {name}")
-            tensor = names.pop(name)
-            shape, part = slices.get(name, (tuple(param.shape), tuple(slice(0, size) for size in param.shape)))
-            stored = self._slice(tensor)
-            if tuple(stored.get_shape()) != shape:
-                raise ValueError(f"{self.folder}: {tensor} has shape {tuple(stored.get_shape())}, allowed: {shape}")
-            param.data.copy_(stored[part])
-        if names:
-            raise ValueError(f"{self.folder}: unknown attention tensors: {', '.join(sorted(names.values()))}")
+            stored = tuple(self._slice(names[name]).get_shape())
+            if stored != shape:
+                raise ValueError(f"{self.folder}: {names[name]} has shape {stored}, allowed: {shape}")
+        if unknown := sorted(names[name] for name in names.keys() - _parts(layer).keys()):
+            raise ValueError(f"{self.folder}: unknown attention tensors: {', '.join(unknown)}")
+
+    def load_attention(self, layer: MQALayer) -> None:
+        """Fill every parameter of `layer` with its rank's slice, read once. Raises as `check_attention`."""
+        self.check_attention(layer)
+        names, parameters = self.attention[layer.layer_id], dict(layer.named_parameters())
+        for name, (_, part) in _parts(layer).items():
+            parameters[name].data.copy_(self._slice(names[name])[part])
 
     def _slice(self, tensor: str):
         return self._files[self._file_of[tensor]].get_slice(tensor)
+
+
+def _parts(layer: MQALayer) -> dict[str, tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """For each parameter of `layer`: its full shape in a checkpoint, and the part of it that this rank holds."""
+    whole = {
+        name: (tuple(param.shape), tuple(slice(0, size) for size in param.shape))
+        for name, param in layer.named_parameters()
+    }
+    sharded = {
+        f"{path}.{name}": part
+        for path, module in layer.named_modules()
+        if isinstance(module, ParallelLinear)
+        for name, part in module.tensor_slices().items()
+    }
+    return whole | sharded

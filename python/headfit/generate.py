@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from headfit.head_layout import plan_heads
 from headfit.launch import check_ranks, describe, run_local_ranks
 
 if TYPE_CHECKING:
+    from headfit.assets.word_problems import WordProblem
     from headfit.distributed import AttnTPGroup
     from headfit.memory import RunShape
 
@@ -83,6 +85,10 @@ def prepare(args: argparse.Namespace, *, progress: bool) -> Run:
 
 def answer_on_rank(group: AttnTPGroup, device: str, job: Job) -> list[tuple[list[int], str]]:
     """Load this rank's model and answer; (token ids, why it ended) of each prompt."""
+    from tqdm import tqdm
+
+    # Its own would be a named semaphore between processes, which a killed rank leaves behind.
+    tqdm.set_lock(threading.RLock())
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -123,6 +129,7 @@ def resolve(args: argparse.Namespace, config: DeepSeekV4Config) -> tuple[str, st
     import torch
 
     from headfit import backends
+    from headfit.hosts.transformers import HAS_EXPERT_PLAN
     from headfit.memory import RunShape, kv_format_of
 
     device = args.device
@@ -135,7 +142,7 @@ def resolve(args: argparse.Namespace, config: DeepSeekV4Config) -> tuple[str, st
     kv_format_of(kv_format, config, dtype)
 
     def shape(max_context: int, max_seqs: int) -> RunShape:
-        return RunShape(size, backend, dtype, kv_format, max_seqs=max_seqs, max_context=max_context)
+        return RunShape(size, backend, dtype, kv_format, max_seqs, max_context, size if HAS_EXPERT_PLAN else 1)
 
     return device, reason, shape
 
@@ -151,6 +158,7 @@ def model_memory(args: argparse.Namespace) -> dict[str, Any]:
         **summary(shape, device),
         "max_seqs": shape.max_seqs,
         "max_context": shape.max_context,
+        "expert_shards": shape.expert_shards,
         **_estimate(folder, config, shape, device),
     }
 
@@ -197,9 +205,13 @@ def _samples() -> list[Question]:
     problems = held_out_problems(NUM_SAMPLES)
     shots = [make_shots(4 if p.context else 5, seed, p.context) for seed, p in enumerate(problems)]
     return [
-        Question(few_shot_prompt(problem, worked), problem.question, problem.answer)
+        Question(few_shot_prompt(problem, worked), f"({_preamble(problem, worked)}) {problem.question}", problem.answer)
         for problem, worked in zip(problems, shots, strict=True)
     ]
+
+
+def _preamble(problem: WordProblem, shots: Sequence[WordProblem]) -> str:
+    return f"after {'a price list and ' if problem.context else ''}{len(shots)} worked examples"
 
 
 def _load_tokenizer(folder: Path) -> Any:

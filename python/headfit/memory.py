@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from headfit.config import DeepSeekV4Config
 
-RUNTIME_BYTES = 400 * 2**20  # of a rank's process before it holds a tensor: Python, torch and transformers
+RUNTIME_BYTES = 512 * 2**20  # of a rank's process before it holds a tensor: Python, torch and transformers
 STEP_TOKENS = 2048  # tokens that one forward brings, over all sequences
 _FLOATS = ("F64", "F32", "BF16", "F16")  # safetensors dtypes that are loaded in the dtype of the run
 
@@ -29,6 +29,8 @@ class RunShape:
     kv_format: str
     max_seqs: int
     max_context: int
+    expert_shards: int = 1
+    """Ranks that share the experts; 1 where each holds all."""
 
     @property
     def max_chunk(self) -> int:
@@ -42,15 +44,17 @@ class RankMemory:
 
     attention: int
     """This rank's attention weights."""
+    experts: int
+    """This rank's share of the routed experts."""
     other: int
-    """Everything else of the model, whole on every rank: experts, embeddings, hyper-connections, head."""
+    """Everything else of the model, whole on every rank: embeddings, shared experts, hyper-connections, head."""
     cache: int
     working: int
     """Activations of the largest step and the process itself."""
 
     @property
     def total(self) -> int:
-        return self.attention + self.other + self.cache + self.working
+        return self.attention + self.experts + self.other + self.cache + self.working
 
 
 def rank_memory(folder: str | Path, config: DeepSeekV4Config, shape: RunShape) -> RankMemory:
@@ -59,7 +63,8 @@ def rank_memory(folder: str | Path, config: DeepSeekV4Config, shape: RunShape) -
     Floating tensors count in the dtype they are loaded in, fp8 and packed ones as stored.
 
     Raises:
-        ValueError: a corrupt or missing file, heads that do not divide, an unknown backend or KV format.
+        ValueError: a corrupt or missing file, attention tensors that do not fit, heads that do not divide, an unknown
+            backend or KV format.
     """
     from headfit import backends
     from headfit.checkpoint import Checkpoint
@@ -80,9 +85,14 @@ def rank_memory(folder: str | Path, config: DeepSeekV4Config, shape: RunShape) -
         )
         for layer_id in range(config.num_hidden_layers)
     ]
+    checkpoint.check_layers(config.num_hidden_layers)
+    for layer in layers:
+        checkpoint.check_attention(layer)
+    experts, other = _bytes_outside_attention(checkpoint, shape.dtype.itemsize)
     return RankMemory(
         attention=sum(param.nbytes for layer in layers for param in layer.parameters()),
-        other=_other_bytes(checkpoint, shape.dtype.itemsize),
+        experts=-(-experts // shape.expert_shards),
+        other=other,
         cache=cache_bytes(config, shape),
         working=_working_bytes(config, shape, max(layer.head_layout.kernel_num_heads for layer in layers)),
     )
@@ -127,19 +137,20 @@ def cache_bytes(config: DeepSeekV4Config, shape: RunShape) -> int:
     return total
 
 
-def _other_bytes(checkpoint: Any, itemsize: int) -> int:
-    from headfit.checkpoint import ATTENTION_TENSOR
-
-    total = 0
-    for tensor in checkpoint._file_of:
-        if ATTENTION_TENSOR.match(tensor) or re.match(r"(.*\.)?mtp\.", tensor):
+def _bytes_outside_attention(checkpoint: Any, itemsize: int) -> tuple[int, int]:
+    """(routed experts, everything else), MTP layers left out as they are not loaded."""
+    experts, other = 0, 0
+    for tensor, shape, dtype in checkpoint.tensors_outside_attention():
+        if re.match(r"(.*\.)?mtp\.", tensor):
             continue
-        stored = checkpoint._slice(tensor)
-        dtype = stored.get_dtype()  # such as BF16, F8_E4M3, I64, BOOL
         width = re.search(r"\d+", dtype)
         bits = 8 * itemsize if dtype in _FLOATS else int(width[0]) if width else 8
-        total += math.prod(stored.get_shape()) * bits // 8
-    return total
+        size = math.prod(shape) * bits // 8
+        if ".experts." in tensor:
+            experts += size
+        else:
+            other += size
+    return experts, other
 
 
 def _working_bytes(config: DeepSeekV4Config, shape: RunShape, kernel_num_heads: int) -> int:
@@ -175,7 +186,7 @@ def _cgroup_memory(folder: Path) -> int | None:
 
 
 def memory_report(memory: RankMemory, size: int, device: str) -> dict[str, Any]:
-    """What `size` ranks need and what there is, JSON-ready. "cpu" ranks share one memory, "cuda" ranks have a GPU each."""
+    """What `size` ranks need and what there is, JSON-ready. Ranks on "cpu" share one memory."""
     sharing = size if device == "cpu" else 1
     needed = memory.total * sharing
     devices = [f"cuda:{rank}" for rank in range(size)] if device == "cuda" else ["cpu"]
@@ -183,6 +194,7 @@ def memory_report(memory: RankMemory, size: int, device: str) -> dict[str, Any]:
     each = f"{sharing} ranks of {readable(memory.total)} need" if sharing > 1 else "a rank needs"
     return {
         "attention_bytes": memory.attention,
+        "experts_bytes": memory.experts,
         "other_bytes": memory.other,
         "cache_bytes": memory.cache,
         "working_bytes": memory.working,

@@ -83,7 +83,7 @@ class Runner:
         ensure_sinks(self.model)
         with (
             torch.inference_mode(),
-            tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar,
+            tqdm(total=len(prompts), unit="prompt", desc="answering", disable=not progress) as bar,
         ):
             for first in range(0, len(prompts), self.cache.max_seqs):
                 batch = range(first, min(first + self.cache.max_seqs, len(prompts)))

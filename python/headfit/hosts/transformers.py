@@ -13,6 +13,7 @@ from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers import __version__ as transformers_version
 from transformers.distributed import DistributedConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
 
 from headfit.backends.base import AttentionBackend
 from headfit.checkpoint import Checkpoint
@@ -22,6 +23,9 @@ from headfit.forward_batch import ForwardBatch
 from headfit.models.deepseek_v4 import MQALayer
 
 logger = logging.getLogger(__name__)
+
+HAS_EXPERT_PLAN = bool(getattr(DeepseekV4Config, "base_model_tp_plan", None))
+"""Whether the installed transformers can shard this model's routed experts."""
 
 
 class AttentionAdapter(nn.Module):
@@ -107,6 +111,10 @@ def load_model(
     for layer, decoder_layer in zip(layers, model.model.layers, strict=True):
         checkpoint.load_attention(layer)
         decoder_layer.self_attn = AttentionAdapter(layer)
+    for module in model.modules():
+        if isinstance(module, DeepseekV4RMSNorm):
+            # Norm weights stay float32; transformers before 5.24 lets them widen the output too.
+            module.register_forward_hook(lambda module, inputs, output: output.to(inputs[0].dtype))
     return model.eval().requires_grad_(False)
 
 
@@ -114,7 +122,7 @@ def expert_sharding(group: AttnTPGroup) -> tuple[bool, str]:
     """Whether transformers' own tensor-parallel plan can shard the experts over `group`, and why or why not."""
     if group.size == 1:
         return False, "one rank"
-    if not getattr(DeepseekV4Config, "base_model_tp_plan", None):
+    if not HAS_EXPERT_PLAN:
         return False, f"transformers {transformers_version} has no tensor-parallel plan for this model"
     if not dist.is_initialized() or group.process_group is not None or dist.get_world_size() != group.size:
         return False, "the attention-TP group is not the whole world"

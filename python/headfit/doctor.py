@@ -1,0 +1,111 @@
+"""What this machine offers headfit: packages, devices, the backend that `auto` takes, SGLang's plugin state."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from typing import Any
+
+from headfit.memory import available_memory, readable
+
+# Module -> the distributions that install it.
+_PACKAGES = {
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "safetensors": ("safetensors",),
+    "triton": ("triton", "pytorch-triton"),
+    "flash_mla": ("sgl-flash-mla", "flash-mla", "flash_mla"),
+    "sgl_kernel": ("sgl-kernel", "sglang-kernel"),
+    "sglang": ("sglang",),
+}
+PLUGIN_GROUP = "sglang.srt.plugins"
+
+
+def report() -> dict[str, Any]:
+    """Everything `headfit doctor` says, as JSON-ready values."""
+    import torch
+
+    from headfit import __version__, backends
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen, reason = backends.choose("auto", device)
+    return {
+        "headfit": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {module: _version(module) for module in _PACKAGES},
+        "sglang_plugin": _plugin(),
+        "cpu": {"count": os.cpu_count(), "memory_available": available_memory("cpu")},
+        "gpus": [_gpu(i) for i in range(torch.cuda.device_count() if device == "cuda" else 0)],
+        "backend": {"auto": chosen, "reason": reason, "device": device, "available": list(backends.BACKEND_NAMES)},
+    }
+
+
+def _version(module: str) -> str | None:
+    """The installed version of what provides `module`; "unknown" where only the module is found; None where absent."""
+    for distribution in _PACKAGES[module]:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown" if importlib.util.find_spec(module) else None
+
+
+def _plugin() -> dict[str, Any]:
+    """Whether SGLang would load headfit: an entry point of ours in SGLang's plugin group."""
+    ours = [e for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.module.split(".")[0] == "headfit"]
+    return {"group": PLUGIN_GROUP, "registered": bool(ours), "entry_points": [f"{e.name} = {e.value}" for e in ours]}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    free, total = torch.cuda.mem_get_info(index)
+    name = torch.cuda.get_device_name(index)
+    return {
+        "index": index,
+        "name": name,
+        "architecture": f"sm{major}{minor}",
+        "memory_total": total,
+        "memory_available": free,
+    }
+
+
+def show(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"headfit {report['headfit']}, Python {report['python']}, {report['platform']}"]
+    lines += [f"  {module:<13}{version or 'not installed'}" for module, version in report["packages"].items()]
+    plugin = report["sglang_plugin"]
+    state = ", ".join(plugin["entry_points"]) if plugin["registered"] else f"not registered in {plugin['group']}"
+    lines.append(f"  SGLang plugin: {state}")
+    cpu = report["cpu"]
+    lines.append(f"  CPU: {cpu['count']} cores, {readable(cpu['memory_available'])} available")
+    for gpu in report["gpus"]:
+        memory = f"{readable(gpu['memory_available'])} of {readable(gpu['memory_total'])} available"
+        lines.append(f"  GPU {gpu['index']}: {gpu['name']}, {gpu['architecture']}, {memory}")
+    if not report["gpus"]:
+        lines.append("  GPU: none that torch can use")
+    backend = report["backend"]
+    lines.append(f"  backends: {', '.join(backend['available'])}; auto is {backend['auto']} ({backend['reason']})")
+    if memory := report.get("memory"):
+        lines += ["", *_show_memory(memory)]
+    return "\n".join(lines)
+
+
+def _show_memory(memory: dict[str, Any]) -> list[str]:
+    sizes = {name: f"{readable(value):>10}" for name, value in memory.items() if name.endswith("_bytes")}
+    run = f"{memory['model']}, attention TP {memory['attn_tp_size']}, {memory['device']}, {memory['dtype']}"
+    share = "its own share" if memory["expert_shards"] > 1 else "all of them"
+    tokens = f"{memory['max_seqs']} x {memory['max_context']} tokens"
+    return [
+        f"{run}: each rank needs",
+        f"  {sizes['attention_bytes']}  attention weights, its own slices",
+        f"  {sizes['experts_bytes']}  routed experts, {share}",
+        f"  {sizes['other_bytes']}  everything else, whole on every rank",
+        f"  {sizes['cache_bytes']}  KV cache in {memory['kv_format']} format, {tokens}",
+        f"  {sizes['working_bytes']}  working memory",
+        f"  {memory['verdict']}: {'fits' if memory['fits'] else 'does not fit'}",
+    ]

@@ -1,0 +1,169 @@
+"""MQALayer on a GPU: against transformers in float32, and its decode step under a captured CUDA graph."""
+
+import math
+
+import pytest
+import torch
+from transformers import DeepseekV4ForCausalLM
+
+from headfit.backends.reference import ReferenceBackend
+from headfit.config import DeepSeekV4Config
+from headfit.distributed import AttnTPGroup
+from headfit.forward_batch import ForwardBatch
+from headfit.kv_cache import ModelDtypeFormat, PackedFp8Format
+from headfit.model_cache import ModelCache
+from headfit.models.deepseek_v4 import MQALayer
+from headfit.testing.measure import relative_norm
+from headfit.testing.models import hf_config, random_model
+
+CONFIG = DeepSeekV4Config.from_pretrained_config(hf_config((0, 4, 128), index_topk=8))
+NUM_SEQS, CONTEXT = 3, 300
+
+
+def make_layer(layer_id: int, *, rank: int = 0, size: int = 1, supported=None, dtype=torch.bfloat16) -> MQALayer:
+    group = AttnTPGroup(rank, size, reduce_results=False)
+    backend = ReferenceBackend(supported_num_heads=supported)
+    layer = MQALayer(CONFIG, layer_id=layer_id, backend=backend, group=group, dtype=dtype, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(layer_id)
+    for name, param in layer.named_parameters():
+        scale = 1.0 if "norm" in name or param.dim() == 1 else param.shape[-1] ** -0.5
+        param.data.copy_(scale * torch.randn(param.shape, generator=generator, device="cuda"))
+    return layer
+
+
+def make_cache(kv_format=None, dtype=torch.bfloat16) -> ModelCache:
+    return ModelCache(
+        CONFIG,
+        max_seqs=NUM_SEQS,
+        max_context=CONTEXT,
+        max_chunk=CONTEXT,
+        kv_format=kv_format or PackedFp8Format(),
+        dtype=dtype,
+        device="cuda",
+    )
+
+
+def prefill(layer: MQALayer, cache: ModelCache, lengths) -> None:
+    batch = ForwardBatch.for_step(cache, request_slots=range(len(lengths)), starts=[0] * len(lengths), lengths=lengths)
+    x = torch.randn(sum(lengths), CONFIG.hidden_size, dtype=torch.bfloat16, device="cuda")
+    layer(x, batch.positions, batch)
+
+
+class Captured:
+    """One layer's decode step in a CUDA graph, its metadata computed inside."""
+
+    def __init__(self, layer: MQALayer, cache: ModelCache, positions) -> None:
+        self.layer, self.cache = layer, cache
+        self.slots = torch.arange(NUM_SEQS, device="cuda")
+        self.positions = torch.tensor(positions, device="cuda")
+        self.x = torch.randn(NUM_SEQS, CONFIG.hidden_size, dtype=torch.bfloat16, device="cuda")
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self.eager(torch.full_like(self.positions, -1), self.x)  # warm-up on padding rows: changes nothing
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = self.eager(self.positions, self.x)
+
+    def eager(self, positions, x):
+        batch = ForwardBatch.for_decode(self.cache, request_slots=self.slots, positions=positions)
+        return self.layer(x, positions, batch)
+
+    def replay(self, positions, x):
+        self.positions.copy_(positions)
+        self.x.copy_(x)
+        self.graph.replay()
+        return self.out.clone()
+
+
+@pytest.mark.parametrize("supported", [None, (64, 128)], ids=["exact", "padded"])
+@pytest.mark.parametrize("layer_id", [0, 1, 2], ids=["window", "ratio4", "ratio128"])
+@torch.inference_mode()
+def test_replay_equals_eager_as_sequences_grow(layer_id, supported):
+    layer = make_layer(layer_id, rank=3, size=4, supported=supported)
+    cache, twin = make_cache(), make_cache()
+    lengths = [126, 5, 250]
+    torch.manual_seed(1)
+    prefill(layer, cache, lengths)
+    torch.manual_seed(1)
+    prefill(layer, twin, lengths)
+    captured = Captured(layer, cache, lengths)
+    for step in range(6):  # over the borders of 4, 128 and the window
+        positions = torch.tensor([length + step for length in lengths], device="cuda")
+        x = torch.randn_like(captured.x)
+        batch = ForwardBatch.for_decode(twin, request_slots=captured.slots, positions=positions)
+        assert torch.equal(captured.replay(positions, x), layer(x, positions, batch))
+
+
+@pytest.mark.parametrize("supported", [None, (64, 128)], ids=["exact", "padded"])
+@pytest.mark.parametrize("update", ["copy_", "data.copy_", "load_state_dict", "rebind"])
+def test_row_08_a_replay_sees_new_sinks(update, supported):
+    layer = make_layer(0, rank=1, size=4, supported=supported)
+    layer.attn_sink.data.fill_(math.log(4))
+    layer.wq_b.weight.data.zero_()  # equal scores: the sink's share depends on it and the key count alone
+    with torch.inference_mode():
+        captured = Captured(layer, make_cache(), [0, 0, 0])
+    positions, x = torch.zeros(NUM_SEQS, dtype=torch.int64, device="cuda"), captured.x.clone()
+    old = captured.replay(positions, x)
+    sinks = torch.full_like(layer.attn_sink, -math.inf)
+    if update == "copy_":
+        with torch.no_grad():
+            layer.attn_sink.copy_(sinks)
+    elif update == "data.copy_":
+        layer.attn_sink.data.copy_(sinks)
+    elif update == "load_state_dict":
+        layer.load_state_dict(layer.state_dict() | {"attn_sink": sinks})
+    else:
+        layer.attn_sink.data = sinks
+        layer.sink.ensure()  # what a runner calls before it replays
+    # One key a query: its share rises from 1 / (1 + 4) to 1.
+    assert relative_norm(captured.replay(positions, x), 5 * old) < 1e-2
+
+
+@pytest.mark.parametrize("supported", [None, (64, 128)], ids=["exact", "padded"])
+def test_row_27_no_kernel_of_the_captured_step_builds_the_sink(supported):
+    """The nodes of a captured step: as many as with no padding, but for the one copy of q into its padded buffer."""
+
+    def kernels(layer) -> int:
+        with torch.inference_mode():
+            captured = Captured(layer, make_cache(), [0, 0, 0])
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                captured.graph.replay()
+                torch.cuda.synchronize()
+        return sum(event.count for event in profile.key_averages())
+
+    tp1 = make_layer(0)
+    assert tp1._attn_sink_local is tp1.attn_sink
+    extra = kernels(make_layer(0, rank=1, size=4, supported=supported)) - kernels(make_layer(0, rank=1, size=4))
+    assert extra == (1 if supported else 0)
+
+
+def test_rebinding_while_a_graph_is_captured_is_refused():
+    layer = make_layer(0, rank=1, size=4)
+    with torch.inference_mode():
+        captured = Captured(layer, make_cache(), [0, 0, 0])
+        layer.attn_sink.data = layer.attn_sink.data.clone()
+        with pytest.raises(RuntimeError, match="attn_sink: rebound"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            captured.eager(captured.positions, captured.x)
+
+
+def test_logits_equal_transformers(tmp_path):
+    from headfit.hosts.transformers import forward, load_model
+
+    random_model(hf_config((0, 4, 128), index_topk=8), seed=3).save_pretrained(tmp_path)
+    oracle = DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).cuda().eval()
+    model = load_model(tmp_path, backend=ReferenceBackend(), device="cuda")
+    ids = torch.randint(0, CONFIG.vocab_size, (CONTEXT,), device="cuda")
+    cache = make_cache(ModelDtypeFormat(torch.float32), torch.float32)
+    with torch.inference_mode():
+        expected = oracle(ids[None]).logits[0]
+        batch = ForwardBatch.for_step(cache, request_slots=[1], starts=[0], lengths=[280])
+        errors = [relative_norm(forward(model, ids[:280], batch), expected[:280])]
+        for position in range(280, CONTEXT):
+            batch = ForwardBatch.for_decode(
+                cache,
+                request_slots=torch.tensor([1], device="cuda"),
+                positions=torch.tensor([position], device="cuda"),
+            )
+            errors.append(relative_norm(forward(model, ids[position : position + 1], batch), expected[position:][:1]))
+    assert max(errors) <= 1e-4, errors
