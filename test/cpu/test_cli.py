@@ -100,7 +100,7 @@ def test_a_missing_tensor_is_named(capfd, copy):
     gone = next(name for name in tensors if name.endswith("wq_b.weight"))
     del tensors[gone]
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    assert_refused(capfd, cli.FAILED, ["wq_b.weight"], *generate(copy, "--prompt", "a"))
+    assert_refused(capfd, cli.BAD_INPUT, ["wq_b.weight"], *generate(copy, "--prompt", "a"))
 
 
 def test_a_missing_tokenizer_or_chat_template_is_refused(capfd, copy):
