@@ -1,48 +1,59 @@
-"""A rank's attention sink, without a copy.
+"""A rank's attention sink, a view of the one parameter.
 
 Every query head has one learned logit, its sink, that joins the softmax and whose share is dropped. The checkpoint
 holds all of them in one float32 parameter `attn_sink` [num_heads]; a rank's kernel wants its own heads' sinks first,
 in a run of `kernel_num_heads` floats. Copies of that run are what goes stale: after a weight update, under a captured
 CUDA graph, or when the wrong rank's slice was taken.
 
-So there is no copy. The parameter lives at the front of a longer storage::
+So there is no copy. The parameter is made at the front of a longer storage, its home::
 
     head 0 .. head num_heads-1 | 0.0 .. 0.0
                ^ a rank's run starts at its first head and is kernel_num_heads long
 
 and the rank's sink is a view into it. What follows the rank's own heads in the view are other ranks' sinks and then
-zeros: numbers for kernel heads whose output is dropped. Whatever writes the parameter in place writes the view.
+zeros: numbers for kernel heads whose output is dropped. Whatever writes the parameter's memory writes the view.
+
+A caller may bind the parameter to memory of its own (`param.data = flat_buffer[...]`, `load_state_dict(assign=True)`).
+That memory is then what the view shows. Only where it ends before the kernel's heads do, a padded copy is made again
+in every forward, which a captured graph captures too.
 """
+
+import logging
 
 import torch
 from torch import nn
 
 from headfit.head_layout import HeadLayout
 
+logger = logging.getLogger(__name__)
+
 
 class AttnSink:
-    """Keeps one module's sink parameter inside a padded storage and hands out views of it.
+    """Makes `owner.attn_sink` and hands out a rank's view of it.
 
-    The storage is made at the first `local()`, when weights are loaded, and keeps its address for the life of the
-    module on a device. A parameter that was rebound (`param.data = other`, `load_state_dict(assign=True)`, a new
-    `nn.Parameter`) is taken in again at the next `local()` or `ensure()`: its values are copied into the storage once
-    and the parameter points there again, so a graph captured earlier replays with the new values.
+    Args:
+        owner: the module that gets the parameter.
+        max_kernel_heads: the widest run that `local` will be asked for.
     """
 
-    def __init__(self, owner: nn.Module, *, num_heads: int, max_kernel_heads: int) -> None:
-        self._owner = (owner,)  # in a tuple: a module attribute would register the owner as its own child
+    def __init__(
+        self, owner: nn.Module, *, num_heads: int, max_kernel_heads: int, device: torch.device | str | None = None
+    ) -> None:
+        self._owner = owner
         self._num_heads = num_heads
         self._length = num_heads + max(num_heads, max_kernel_heads)
-        self._storage: torch.Tensor | None = None
+        self._copy: torch.Tensor | None = None
+        self._move_home(torch.zeros(num_heads, dtype=torch.float32, device=device))
 
     def local(self, layout: HeadLayout) -> torch.Tensor:
-        """The sinks that `layout`'s rank hands its kernel: float32 [kernel_num_heads], a view, this rank's heads first.
+        """The sinks that `layout`'s rank hands its kernel: float32 [kernel_num_heads], this rank's heads first.
 
         The parameter itself where the rank owns all heads and nothing is padded.
 
         Raises:
-            ValueError: the layout is of another head count, or wider than the storage.
-            TypeError, RuntimeError: see `ensure`.
+            ValueError: the layout is of another head count or too wide; the parameter is not [num_heads].
+            TypeError: the parameter is not of a floating dtype (a bfloat16 or float16 one is widened).
+            RuntimeError: it has no values yet (meta device), or its first padded copy would fall into a graph capture.
         """
         start = layout.local_slice.start
         stop = start + layout.kernel_num_heads
@@ -51,62 +62,76 @@ class AttnSink:
                 f"layout: {layout} does not fit a sink of {self._num_heads} heads "
                 f"with room for {self._length - self._num_heads} more"
             )
-        storage = self.ensure()
-        if start == 0 and layout.kernel_num_heads == self._num_heads:
-            return self._owner[0].attn_sink
-        return storage[start:stop]
+        param = self._parameter()
+        if param.dtype == torch.float32 and param.is_contiguous():
+            if (start, stop) == (0, self._num_heads):
+                return param
+            if stop <= self._num_heads:
+                return param.detach()[start:stop]
+            if self._is_home(param):
+                return self._home[start:stop]
+        return self._padded_copy(param)[start:stop]
 
-    def ensure(self) -> torch.Tensor:
-        """Bring the parameter back into the storage if something rebound it; the storage, float32 [longer].
+    def after_apply(self, before: torch.Tensor) -> None:
+        """Give the parameter a home where `nn.Module._apply` has just moved it; a cast does not round it.
 
-        Costs a few comparisons on the host when nothing changed. Call it before replaying a captured graph.
-
-        Raises:
-            TypeError: the parameter is not of a floating dtype (a bfloat16 or float16 one is widened).
-            ValueError: its shape is not [num_heads].
-            RuntimeError: it has no values yet (meta device), or it would have to be copied while a graph is captured.
+        Args:
+            before: the parameter's data before the move.
         """
-        param = self._owner[0].attn_sink
-        storage = self._storage
-        if storage is not None and self._lives_in(storage, param):
-            return storage
-        self._check(param)
+        param = self._parameter(allow_meta=True)
+        cast = param.dtype != torch.float32 and not before.is_meta
+        self._move_home(before.to(param.device, torch.float32) if cast else param.detach())
+
+    def _move_home(self, values: torch.Tensor) -> None:
         # An inference tensor could not be written in place by a later weight update outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            if storage is None or storage.device != param.device:
-                storage = torch.zeros(self._length, dtype=torch.float32, device=param.device)
-            storage[: self._num_heads].copy_(param.detach())
-            if param.is_inference():  # made under inference mode: it could not be sliced or written later
-                param = nn.Parameter(storage[: self._num_heads], requires_grad=param.requires_grad)
-                self._owner[0].attn_sink = param
+            home = torch.zeros(self._length, dtype=torch.float32, device=values.device)
+            home[: self._num_heads].copy_(values)
+            old = self._owner._parameters.get("attn_sink")
+            requires_grad = old is not None and old.requires_grad
+            if old is None or old.is_inference() or old.device != home.device:
+                self._owner.attn_sink = nn.Parameter(home[: self._num_heads], requires_grad=requires_grad)
             else:
-                param.data = storage[: self._num_heads]
-        self._storage = storage
-        return storage
+                old.data = home[: self._num_heads]
+        self._home = home
 
-    def _lives_in(self, storage: torch.Tensor, param: torch.Tensor) -> bool:
-        return (
-            param.data_ptr() == storage.data_ptr()
-            and param.device == storage.device
-            and param.dtype == torch.float32
-            and param.shape == (self._num_heads,)
-            and param.is_contiguous()
-        )
+    def _is_home(self, param: torch.Tensor) -> bool:
+        return param.device == self._home.device and param.data_ptr() == self._home.data_ptr()
 
-    def _check(self, param: torch.Tensor) -> None:
+    def _padded_copy(self, param: torch.Tensor) -> torch.Tensor:
+        if self._copy is None or self._copy.device != param.device:
+            if param.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "attn_sink: rebound since the last forward; run one forward before capturing a graph"
+                )
+            logger.warning(
+                "attn_sink was bound to %s memory without room for the kernel's heads: copied in every forward",
+                param.dtype,
+            )
+            with torch.inference_mode(False):
+                self._copy = torch.zeros(self._length, dtype=torch.float32, device=param.device)
+        self._copy[: self._num_heads].copy_(param.detach())
+        return self._copy
+
+    def _parameter(self, *, allow_meta: bool = False) -> torch.Tensor:
+        param = self._owner._parameters.get("attn_sink")
+        if param is None:
+            raise RuntimeError("attn_sink: the module has no such parameter any more")
         if not param.dtype.is_floating_point:
             raise TypeError(f"attn_sink: dtype {param.dtype}, allowed: float32 (bfloat16 and float16 are widened)")
         if param.shape != (self._num_heads,):
             raise ValueError(f"attn_sink: shape {tuple(param.shape)}, allowed: ({self._num_heads},)")
-        if param.is_meta:
+        if param.is_meta and not allow_meta:
             raise RuntimeError("attn_sink: on the meta device; load the weights before the first forward")
-        if param.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("attn_sink: rebound since the last forward; run one forward before capturing a graph")
+        return param
 
 
-def ensure_sinks(model: nn.Module) -> int:
-    """Run `AttnSink.ensure` for every module under `model` that owns a sink, draft layers too; how many there are."""
-    sinks = [module.sink for module in model.modules() if isinstance(getattr(module, "sink", None), AttnSink)]
-    for sink in sinks:
-        sink.ensure()
-    return len(sinks)
+def sink_addresses(model: nn.Module) -> tuple[int, ...]:
+    """Where the values of every sink under `model` live, draft layers too.
+
+    A captured CUDA graph reads these addresses. Writes into the parameters show in the next replay; if the addresses
+    differ from those at the capture, a parameter was rebound and the graph must be captured again.
+    """
+    return tuple(
+        module.attn_sink.data_ptr() for module in model.modules() if isinstance(getattr(module, "sink", None), AttnSink)
+    )

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from headfit.layers.linear import ParallelLinear
@@ -66,7 +67,10 @@ class Checkpoint:
                 self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.folder / file}: not a readable safetensors file ({error})") from error
-            self._file_of |= dict.fromkeys(self._files[file].keys(), file)
+            names = set(self._files[file].keys())
+            if twice := sorted(names & self._file_of.keys()):
+                raise ValueError(f"{self.folder}: {file} and {self._file_of[twice[0]]} both hold {', '.join(twice)}")
+            self._file_of |= dict.fromkeys(names, file)
         self.attention: dict[int, dict[str, str]] = {}
         """By layer: parameter name -> tensor name in the files."""
         for tensor in self._file_of:
@@ -78,18 +82,20 @@ class Checkpoint:
                 names[name] = tensor
 
     def _file_names(self) -> Sequence[str]:
+        """The files that transformers would read: `model.safetensors`, else those of the index."""
         index = self.folder / "model.safetensors.index.json"
+        if (self.folder / "model.safetensors").exists():
+            return ["model.safetensors"]
         if not index.exists():
-            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-            if not files:
-                raise ValueError(f"{self.folder}: holds no .safetensors file")
-            return files
+            raise ValueError(f"{self.folder}: holds no model.safetensors and no model.safetensors.index.json")
         try:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{index}: not a safetensors index ({error})") from error
-        if missing := [file for file in files if not (self.folder / file).exists()]:
-            raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}")
+        if not files or (missing := [file for file in files if not (self.folder / file).exists()]):
+            raise ValueError(
+                f"{index}: names no file, or files that are not there: {', '.join(missing if files else [])}"
+            )
         return files
 
     def tensors_outside_attention(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -121,15 +127,23 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: attention tensors beyond the {num_layers} layers: {', '.join(tensors)}")
 
     def check_attention(self, layer: MQALayer) -> None:
-        """Raise ValueError where a tensor of `layer` is missing, unknown or of another shape, named as in the files."""
+        """Raise ValueError where a tensor of `layer` is missing, unknown or does not fit, named as in the files."""
         names = self.attention.get(layer.layer_id, {})
-        for name, (shape, _) in _parts(layer).items():
+        parts, parameters = _parts(layer), dict(layer.named_parameters())
+        for name, (shape, _) in parts.items():
             if name not in names:
                 raise ValueError(f"{self.folder}: layer {layer.layer_id} has no tensor for attention parameter {name}")
-            stored = tuple(self._slice(names[name]).get_shape())
-            if stored != shape:
-                raise ValueError(f"{self.folder}: {names[name]} has shape {stored}, allowed: {shape}")
-        if unknown := sorted(names[name] for name in names.keys() - _parts(layer).keys()):
+            stored = self._slice(names[name])
+            if tuple(stored.get_shape()) != shape:
+                raise ValueError(
+                    f"{self.folder}: {names[name]} has shape {tuple(stored.get_shape())}, allowed: {shape}"
+                )
+            allowed = _dtypes(name, parameters[name].dtype)
+            if stored.get_dtype() not in allowed:
+                raise ValueError(
+                    f"{self.folder}: {names[name]} has dtype {stored.get_dtype()}, allowed: {', '.join(allowed)}"
+                )
+        if unknown := sorted(names[name] for name in names.keys() - parts.keys()):
             raise ValueError(f"{self.folder}: unknown attention tensors: {', '.join(unknown)}")
 
     def load_attention(self, layer: MQALayer) -> None:
@@ -141,6 +155,14 @@ class Checkpoint:
 
     def _slice(self, tensor: str):
         return self._files[self._file_of[tensor]].get_slice(tensor)
+
+
+def _dtypes(name: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The safetensors dtypes that a parameter of `dtype` is filled from."""
+    if dtype == torch.float8_e4m3fn:
+        return ("F8_E4M3",)
+    floats = ("F32", "BF16", "F16", "F64")
+    return (*floats, "F8_E8M0") if name.endswith("weight_scale_inv") else floats
 
 
 def _parts(layer: MQALayer) -> dict[str, tuple[tuple[int, ...], tuple[slice, ...]]]:

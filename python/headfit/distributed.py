@@ -49,3 +49,9 @@ class AttnTPGroup:
                 f"attention-TP size {self.size} needs torch.distributed: call init_process_group first, "
                 "or pass reduce_results=False and add the ranks' partial outputs yourself"
             )
+        found = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        if found != (self.rank, self.size):
+            raise ValueError(
+                f"process_group: this process is rank {found[0]} of {found[1]} in it, allowed: rank {self.rank} of "
+                f"{self.size}; where the attention-TP group is not the whole world, pass its own process group"
+            )

@@ -89,24 +89,31 @@ class ModelCache:
         self._kv_format = kv_format
         self._dtype = dtype
         self.layers = [self._layer(ratio) for ratio in config.compress_ratios]
-        self._free = list(reversed(range(max_seqs)))
+        self._in_use: set[int] = set()
 
     @property
     def window(self) -> int:
         """Tokens that a query attends to, itself included."""
         return self.config.sliding_window
 
+    @property
+    def num_free(self) -> int:
+        """Request slots that are not in use."""
+        return self.max_seqs - len(self._in_use)
+
     def allocate(self) -> int:
         """A free request slot. What an earlier sequence left in it is never read."""
-        if not self._free:
+        if not self.num_free:
             raise RuntimeError(f"all {self.max_seqs} request slots are in use")
-        return self._free.pop()
+        slot = next(slot for slot in range(self.max_seqs) if slot not in self._in_use)
+        self._in_use.add(slot)
+        return slot
 
     def release(self, slot: int) -> None:
         """Give a request slot back."""
-        if not 0 <= slot < self.max_seqs or slot in self._free:
+        if slot not in self._in_use:
             raise ValueError(f"slot: {slot} is not in use")
-        self._free.append(slot)
+        self._in_use.remove(slot)
 
     def window_slots(self, request_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Pool slots of window keys; -1 where the position is negative. The arguments broadcast."""

@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 from transformers import DeepseekV4ForCausalLM, TemperatureLogitsWarper, TopPLogitsWarper
 
-from headfit.attn_sink import ensure_sinks
+from headfit.config import check_integer
 from headfit.distributed import AttnTPGroup
 from headfit.forward_batch import ForwardBatch
 from headfit.hosts.transformers import forward
@@ -29,10 +29,11 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: {self.max_new_tokens}, allowed: 1 or more")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature: {self.temperature}, allowed: 0 (greedy) or more")
+        check_integer("max_new_tokens", self.max_new_tokens, minimum=1)
+        check_integer("seed", self.seed, maximum=2**62)
+        # A temperature near 0 overflows the scaled logits; 0 is what it means.
+        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature: {self.temperature}, allowed: 0 (greedy), 0.001 or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: {self.top_p}, allowed: above 0, up to 1")
 
@@ -48,9 +49,9 @@ class Generation:
 @dataclass(slots=True)
 class _Sequence:
     prompt: Sequence[int]
-    slot: int
     generator: torch.Generator
     answer: Generation
+    slot: int | None = None
     cached: int = 0  # tokens in the cache
     last_token: int | None = None  # sampled, not yet in the cache
 
@@ -80,19 +81,22 @@ class Runner:
         """
         self._check(prompts, sampling)
         answers = [Generation() for _ in prompts]
-        ensure_sinks(self.model)
-        with (
-            torch.inference_mode(),
-            tqdm(total=len(prompts), unit="prompt", desc="answering", disable=not progress) as bar,
-        ):
-            for first in range(0, len(prompts), self.cache.max_seqs):
-                batch = range(first, min(first + self.cache.max_seqs, len(prompts)))
-                sequences = [self._admit(prompts[i], sampling.seed + i, answers[i]) for i in batch]
+        waiting = [
+            _Sequence(prompt, torch.Generator().manual_seed(sampling.seed + i), answer)
+            for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        ]
+        with torch.inference_mode(), tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
+            while waiting:
+                batch = waiting[: max(1, self.cache.num_free)]
+                waiting = waiting[len(batch) :]
                 try:
-                    self._run(sequences, sampling, bar)
+                    for sequence in batch:
+                        sequence.slot = self.cache.allocate()
+                    self._run(batch, sampling, bar)
                 finally:
-                    for sequence in sequences:
-                        self.cache.release(sequence.slot)
+                    for sequence in batch:
+                        if sequence.slot is not None:
+                            self.cache.release(sequence.slot)
         return answers
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
@@ -104,9 +108,6 @@ class Runner:
                     f"prompts[{i}]: {len(prompt)} tokens and max_new_tokens {sampling.max_new_tokens} "
                     f"do not fit the cache's max_context of {self.cache.max_context} tokens"
                 )
-
-    def _admit(self, prompt: Sequence[int], seed: int, answer: Generation) -> _Sequence:
-        return _Sequence(prompt, self.cache.allocate(), torch.Generator().manual_seed(seed), answer)
 
     def _run(self, sequences: list[_Sequence], sampling: SamplingParams, bar: tqdm) -> None:
         self._prefill(sequences, sampling)
@@ -162,9 +163,9 @@ class Runner:
     def _next_tokens(sequences: list[_Sequence], logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         if sampling.temperature == 0:
             return logits.argmax(dim=-1)
-        logits = TemperatureLogitsWarper(sampling.temperature)(None, logits)
+        logits = TemperatureLogitsWarper(float(sampling.temperature))(None, logits)
         if sampling.top_p < 1:
-            logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+            logits = TopPLogitsWarper(float(sampling.top_p))(None, logits)
         # Drawn on the CPU, where a sequence's generator gives the same numbers on every device.
         probs = logits.softmax(dim=-1).cpu()
         draws = [p.multinomial(1, generator=s.generator) for p, s in zip(probs, sequences, strict=True)]

@@ -36,10 +36,7 @@ def nan_empty():
     torch.use_deterministic_algorithms(strict, warn_only=warn_only)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Torch on one thread: on matrices this small, threads that share a busy machine wait far longer than they work."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from headfit import backends
-from headfit.attn_sink import AttnSink, ensure_sinks
+from headfit.attn_sink import AttnSink, sink_addresses
 from headfit.backends.reference import ReferenceBackend
 from headfit.config import DeepSeekV4Config
 from headfit.distributed import AttnTPGroup
@@ -18,7 +18,7 @@ from headfit.testing.cases import KV_FORMATS, constant_case
 from headfit.testing.measure import FLOAT32, assert_close
 from headfit.testing.models import hf_config
 
-pytestmark = pytest.mark.usefixtures("nan_empty", "one_thread")
+pytestmark = pytest.mark.usefixtures("nan_empty")
 
 FP8 = KV_FORMATS["fp8"]
 NUM_HEADS = 16
@@ -46,8 +46,11 @@ class Owner(nn.Module):
 
     def __init__(self, sinks, *, max_kernel_heads=64):
         super().__init__()
-        self.attn_sink = nn.Parameter(sinks, requires_grad=False)
         self.sink = AttnSink(self, num_heads=len(sinks), max_kernel_heads=max_kernel_heads)
+        if sinks.dtype == torch.float32 and not sinks.is_meta:
+            self.attn_sink.data.copy_(sinks)
+        else:
+            self.attn_sink = nn.Parameter(sinks, requires_grad=False)
 
 
 def plan(num_heads=NUM_HEADS, rank=0, size=1, supported=None):
@@ -110,48 +113,100 @@ IN_PLACE = ("load_state_dict", "copy_", "data.copy_", "detached")
 @pytest.mark.parametrize("inference", ["nowhere", "first_call", "update"])
 @pytest.mark.parametrize("update", UPDATES)
 def test_row_08_update_is_never_stale(layer, update, inference):
-    """The held view stands for a captured graph's pointer: new at once, or where rebound, after the next call."""
+    """The held view stands for a captured graph's pointer: new at once, or refused by its changed address."""
     heads, num_local_heads = layer.head_layout.local_slice, layer.head_layout.num_local_heads
     with torch.inference_mode(inference == "first_call"):
-        address = layer._attn_sink_local.data_ptr()
-        held = layer.sink.ensure()[heads]
-        assert held.data_ptr() == address
-    refreshes = (lambda: layer._attn_sink_local, lambda: ensure_sinks(layer), lambda: layer._attn_sink_local)
-    for refresh, infinity in zip(refreshes, (0, -math.inf, math.inf), strict=True):
+        held = layer._attn_sink_local[:num_local_heads]
+    for infinity in (0, -math.inf, math.inf):
+        address, captured = layer._attn_sink_local.data_ptr(), sink_addresses(layer)
         new = torch.randn(NUM_HEADS).bfloat16().float()
         new[::3] += infinity
         with torch.inference_mode(inference == "update"):
             UPDATES[update](layer, new)
             if update in IN_PLACE:
                 assert torch.equal(held, new[heads])
-            refresh()
-            assert torch.equal(held, new[heads])
-        assert layer._attn_sink_local.data_ptr() == address
-        assert torch.equal(layer._attn_sink_local[:num_local_heads], new[heads])
-        assert layer.attn_sink.dtype == torch.float32 and torch.equal(layer.attn_sink, new)
-        layer.attn_sink.data.copy_(new + 1)
-        assert torch.equal(held, new[heads] + 1)
+                assert sink_addresses(layer) == captured and layer._attn_sink_local.data_ptr() == address
+            else:
+                assert sink_addresses(layer) != captured
+            assert torch.equal(local_sinks(layer), new[heads])
+        assert local_sinks(layer).dtype == torch.float32
+        assert torch.equal(local_sinks(layer), new[heads])
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", IN_PLACE)
 def test_row_08_replay_gives_the_new_output(update):
     layer = make_layer(5, 8, (64,), sinks=torch.full((NUM_HEADS,), math.log(4)))
     held = layer._attn_sink_local
     assert_close(constant_output(held)[:2], torch.full((2,), 0.5), FLOAT32)
     UPDATES[update](layer, torch.full((NUM_HEADS,), -math.inf))
-    ensure_sinks(layer)
     assert_close(constant_output(held)[:2], torch.ones(2), FLOAT32)
 
 
+def restore_data(layer, old, new):
+    backup = layer.attn_sink.data
+    layer.attn_sink.data = new
+    yield
+    layer.attn_sink.data = backup
+
+
+def restore_parameter(layer, old, new):
+    backup = layer.attn_sink
+    layer.attn_sink = nn.Parameter(new, requires_grad=False)
+    yield
+    layer.attn_sink = backup
+
+
+def restore_state(layer, old, new):
+    backup = layer.state_dict()
+    layer.load_state_dict(backup | {"attn_sink": new}, assign=True)
+    yield
+    layer.load_state_dict(backup, assign=True)
+
+
+@pytest.mark.parametrize("swap", [restore_data, restore_parameter, restore_state])
+def test_row_08_swap_and_restore_keeps_both(layer, swap):
+    """What averaging and A/B tests do: other weights for a while, then the old tensors again."""
+    heads = layer.head_layout.local_slice
+    old, new = layer.attn_sink.detach().clone(), torch.randn(NUM_HEADS)
+    assert torch.equal(local_sinks(layer), old[heads])
+    steps = swap(layer, old, new.clone())
+    next(steps)
+    assert torch.equal(local_sinks(layer), new[heads])
+    assert next(steps, None) is None
+    assert torch.equal(local_sinks(layer), old[heads])
+    assert torch.equal(layer.attn_sink, old)
+
+
+def test_row_08_memory_of_the_callers_own_is_followed(layer):
+    """A flat weight buffer that a trainer writes: the layer reads it, whatever the padding."""
+    flat = torch.randn(100)
+    layer.attn_sink.data = flat[10 : 10 + NUM_HEADS]
+    heads = layer.head_layout.local_slice
+    for _ in range(2):
+        assert torch.equal(local_sinks(layer), flat[10 : 10 + NUM_HEADS][heads])
+        flat.copy_(torch.randn(100))
+    layer.attn_sink.copy_(torch.arange(NUM_HEADS))
+    assert torch.equal(flat[10 : 10 + NUM_HEADS], torch.arange(NUM_HEADS).float())
+
+
+def test_row_08_layers_may_share_a_parameter():
+    first, second = make_layer(7, 8, (64,)), make_layer(7, 8, (64,))
+    second.attn_sink = first.attn_sink
+    for _ in range(2):
+        assert torch.equal(local_sinks(first), first.attn_sink[14:16])
+        assert torch.equal(local_sinks(second), first.attn_sink[14:16])
+        first.attn_sink.copy_(torch.randn(NUM_HEADS))
+
+
 @pytest.mark.parametrize("cast", ["double", "half", "bfloat16"])
-@pytest.mark.parametrize("called_before", [False, True])
-def test_row_08_cast_of_the_module_is_taken_in(layer, called_before, cast):
-    held = layer._attn_sink_local if called_before else None
+def test_row_08_cast_of_the_module_does_not_round_the_sinks(layer, cast):
+    expected = layer.attn_sink.detach().clone()
     getattr(layer, cast)()
-    expected = layer.attn_sink.detach().float().clone()[layer.head_layout.local_slice]
+    assert layer.attn_sink.dtype == torch.float32 and torch.equal(layer.attn_sink, expected)
     view = layer._attn_sink_local
-    assert view.dtype == torch.float32 and torch.equal(view[: len(expected)], expected)
-    assert held is None or (held.data_ptr() == view.data_ptr() and torch.equal(held[: len(expected)], expected))
+    assert view.dtype == torch.float32 and torch.equal(local_sinks(layer), expected[layer.head_layout.local_slice])
+    layer.attn_sink.copy_(expected + 1)
+    assert torch.equal(view[: len(local_sinks(layer))], (expected + 1)[layer.head_layout.local_slice])
 
 
 @pytest.mark.parametrize("called_before", [False, True])
@@ -189,7 +244,7 @@ def test_row_08_data_shortened_in_place_is_refused(layer):
     assert local_sinks(layer) is not None
     layer.attn_sink.data = layer.attn_sink.data[:8]
     with pytest.raises(ValueError, match=r"attn_sink: shape \(8,\), allowed: \(16,\)"):
-        layer.sink.ensure()
+        local_sinks(layer)
 
 
 def test_row_08_change_of_rank_and_size_is_seen(layer):
@@ -206,15 +261,15 @@ def test_row_09_every_owner_is_refreshed_draft_layers_too():
     model.layers = nn.ModuleList([make_layer(3, 8, (64,))])
     model.draft = nn.ModuleDict({"attn": make_layer(3, 8)})
     layers = [model.layers[0], model.draft["attn"]]
-    held = [layer._attn_sink_local for layer in layers]
-    new = {name: torch.randn(NUM_HEADS) for name in ("layers.0.attn_sink", "draft.attn.attn_sink")}
-    model.load_state_dict(model.state_dict() | new, assign=True)
-    assert ensure_sinks(model) == 2
+    held, captured = [layer._attn_sink_local for layer in layers], sink_addresses(model)
+    names = ("layers.0.attn_sink", "draft.attn.attn_sink")
+    new = {name: torch.randn(NUM_HEADS) for name in names}
+    model.load_state_dict(model.state_dict() | new)
     for view, sinks in zip(held, new.values(), strict=True):
         assert torch.equal(view[:2], sinks[6:8])
-    addresses = [layer.attn_sink.data_ptr() for layer in layers]
-    assert ensure_sinks(model) == 2
-    assert [layer.attn_sink.data_ptr() for layer in layers] == addresses
+    assert len(captured) == 2 and sink_addresses(model) == captured
+    model.load_state_dict(model.state_dict() | {names[1]: torch.zeros(NUM_HEADS)}, assign=True)
+    assert [a == b for a, b in zip(sink_addresses(model), captured, strict=True)] == [True, False]
 
 
 def test_row_10_full_float32_sinks_into_rank_5_of_8():
@@ -223,8 +278,8 @@ def test_row_10_full_float32_sinks_into_rank_5_of_8():
     view = owner.sink.local(plan(128, 5, 8, (64,)))
     assert view.shape == (64,) and view.dtype == torch.float32 and view.is_contiguous()
     assert torch.equal(view[:16], full[80:96])
-    storage = owner.sink.ensure()
-    assert torch.equal(storage[:128], full) and len(storage) > 128 and not storage[128:].any()
+    last = owner.sink.local(plan(128, 7, 8, (64,)))
+    assert torch.equal(last[:16], full[112:]) and not last[16:].any()
     assert view.isfinite().all()
 
 
@@ -254,7 +309,6 @@ def test_row_11_narrow_sinks_are_widened(dtype):
     owner = Owner(full.clone())
     view = owner.sink.local(plan(128, 5, 8, (64,)))
     assert view.dtype == torch.float32 and torch.equal(view[:16], full[80:96].float())
-    assert owner.attn_sink.dtype == torch.float32 and torch.equal(owner.attn_sink, full.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool])
@@ -268,8 +322,14 @@ def test_row_11_sinks_without_values_are_refused():
     owner = Owner(torch.empty(16, device="meta"))
     with pytest.raises(RuntimeError, match="attn_sink: on the meta device"):
         owner.sink.local(plan())
-    owner.to_empty(device="cpu").attn_sink.fill_(0.5)
-    assert torch.equal(owner.sink.local(plan()), torch.full((16,), 0.5))
+
+
+def test_row_11_a_layer_made_on_the_meta_device_is_filled_later():
+    group, backend = AttnTPGroup(7, 8, reduce_results=False), ReferenceBackend(supported_num_heads=(64,))
+    layer = MQALayer(CONFIG, layer_id=0, backend=backend, group=group, device="meta").to_empty(device="cpu")
+    layer.attn_sink.fill_(0.5)
+    assert torch.equal(layer._attn_sink_local, torch.tensor([0.5] * 2 + [0.0] * 62))
+    assert torch.equal(layer.rotary.inv_freq, make_layer().rotary.inv_freq)
 
 
 @pytest.mark.parametrize("shape", [(15,), (1, 16), ()])

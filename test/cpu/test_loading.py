@@ -221,17 +221,70 @@ def test_tensors_that_do_not_fit_are_named(saved, resaved, change, message):
 
 def test_files_that_cannot_be_read(saved, tmp_path):
     (tmp_path / "config.json").write_text((saved / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
+    (tmp_path / "weights.safetensors").write_bytes(b"transformers would not read it")
+    with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
         Checkpoint(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "part.safetensors"}}')
+    with pytest.raises(ValueError, match=r"not there: part\.safetensors"):
+        Checkpoint(tmp_path)
+    for broken in ("[]", "null", '{"k": 1}', '{"weight_map": {}}', "{"):
+        index.write_text(broken)
+        with pytest.raises(ValueError, match=r"index\.json: (not a safetensors index|names no file)"):
+            Checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors: not a readable safetensors file"):
         Checkpoint(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part.safetensors"}}')
-    with pytest.raises(ValueError, match=r"not there: part\.safetensors"):
+
+
+def write_shards(folder, tensors, num_shards):
+    names = sorted(tensors)
+    shards = {f"part-{i}.safetensors": names[i::num_shards] for i in range(num_shards)}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_sharded_files(saved, tmp_path):
+    (tmp_path / "config.json").write_text((saved / "config.json").read_text())
+    tensors = load_file(saved / "model.safetensors")
+    write_shards(tmp_path, tensors, 3)
+    assert torch.equal(logits(tmp_path), logits(saved))
+    part = load_file(tmp_path / "part-0.safetensors") | load_file(tmp_path / "part-1.safetensors")
+    save_file(part, tmp_path / "part-1.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"part-1\.safetensors and part-0\.safetensors both hold"):
         Checkpoint(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="not a safetensors index"):
-        Checkpoint(tmp_path)
+
+
+def test_headfit_and_transformers_read_the_same_file(saved, tmp_path):
+    """A backup beside the model, or an index left over, must not mix two checkpoints."""
+    tensors = load_file(saved / "model.safetensors")
+    other = {
+        name: torch.randn_like(tensor) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+    }
+    write_shards(tmp_path, other, 2)
+    save_file(other, tmp_path / "z_backup.safetensors", metadata={"format": "pt"})
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((saved / file).read_bytes())
+    assert torch.equal(logits(tmp_path), logits(saved))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("wq_a.weight", torch.int32), ("wkv.weight", torch.float8_e5m2), ("attn_sink", torch.int64)],
+)
+def test_dtypes_that_are_no_weights_are_named(saved, resaved, name, dtype):
+    tensors = load_file(saved / "model.safetensors")
+    tensors[f"model.layers.0.attn.{name}"] = tensors[f"model.layers.0.attn.{name}"].to(dtype)
+    with pytest.raises(ValueError, match=rf"layers\.0\.attn\.{name} has dtype .*allowed: F32, BF16"):
+        load_model(resaved(tensors), backend=ReferenceBackend())
+
+
+def test_saving_one_ranks_model_is_refused(saved, tmp_path):
+    with pytest.raises(NotImplementedError, match="cannot be saved"):
+        load_model(saved, backend=ReferenceBackend()).save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_config_that_transformers_would_misread(saved, tmp_path):

@@ -150,9 +150,28 @@ def test_padding_rows_of_a_static_decode_change_nothing(oracle):
     driver.check()
 
 
-@pytest.mark.parametrize("attn_tp_size", [2, 4, 8])
-def test_every_rank_of_attention_tp(oracle, attn_tp_size):
-    driver = Driver(oracle("mixed-topk32"), attn_tp_size=attn_tp_size)
+def test_row_19_steps_without_tokens(oracle):
+    driver = Driver(oracle("mixed-topk32"))
+    driver.step((0, 0, 0, 5))
+    none = torch.empty(0, dtype=torch.int64)
+    for batch in (
+        ForwardBatch.for_step(driver.cache, request_slots=[0], starts=[5], lengths=[0]),
+        ForwardBatch.for_step(driver.cache, request_slots=[], starts=[], lengths=[]),
+        ForwardBatch.for_decode(driver.cache, request_slots=none, positions=none),
+    ):
+        for decoder_layer in driver.model.model.layers:
+            x = torch.empty(0, driver.model.config.hidden_size)
+            assert decoder_layer.self_attn.layer(x, batch.positions, batch).shape == x.shape
+    driver.step((0, 0, 5, 9), (1, 1, 0, 0), (2, 1, 0, 3))  # one sequence of a batch may bring nothing
+    driver.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "attn_tp_size"),
+    [*[("mixed-topk32", size) for size in (2, 4, 8)], *[(name, 8) for name in ("window", "ratio4-topk8", "ratio128")]],
+)
+def test_every_rank_of_attention_tp(oracle, name, attn_tp_size):
+    driver = Driver(oracle(name), attn_tp_size=attn_tp_size)
     driver.step((0, 0, 0, 126))
     driver.step((0, 0, 126, 261), (1, 1, 0, 4))
     driver.decode((0, 0, 261), (1, 1, 4))

@@ -21,7 +21,7 @@ from headfit.testing.cases import KV_FORMATS, Case, constant_case, make_case, re
 from headfit.testing.measure import FLOAT32, Tolerance, assert_close
 from headfit.testing.models import hf_config
 
-pytestmark = pytest.mark.usefixtures("nan_empty", "one_thread")
+pytestmark = pytest.mark.usefixtures("nan_empty")
 
 # Matrices of other shapes are summed in another order: a few float32 roundings of 2**-24.
 OTHER_SHAPE = Tolerance(absolute=1e-6, relative=1e-6, cosine=1e-12)

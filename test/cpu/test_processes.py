@@ -18,7 +18,7 @@ def logits_of_a_rank(group, device, folder, ids):
     from headfit.backends.reference import ReferenceBackend
     from headfit.config import DeepSeekV4Config
     from headfit.forward_batch import ForwardBatch
-    from headfit.hosts.transformers import expert_sharding, forward, load_model
+    from headfit.hosts.transformers import experts_shard_over, forward, load_model
     from headfit.kv_cache import ModelDtypeFormat
     from headfit.model_cache import ModelCache
 
@@ -44,7 +44,7 @@ def logits_of_a_rank(group, device, folder, ids):
         "logits": torch.cat(out).numpy(),
         "heads": layer.wq_b.weight.shape[0] // layer.head_dim,
         "expert_share": held.numel() / experts.numel(),
-        "shards_experts": expert_sharding(group)[0],
+        "shards_experts": experts_shard_over(group.size)[0],
     }
 
 

@@ -26,7 +26,7 @@ from headfit.testing.cases import (
 )
 from headfit.testing.measure import BF16_OUTPUT, FLOAT32, assert_close
 
-pytestmark = pytest.mark.usefixtures("nan_empty", "one_thread")
+pytestmark = pytest.mark.usefixtures("nan_empty")
 
 BACKEND = ReferenceBackend(checked=True)
 FP8 = KV_FORMATS["fp8"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DeepseekV4ForCausalLM
 
+from headfit.attn_sink import sink_addresses
 from headfit.backends.reference import ReferenceBackend
 from headfit.config import DeepSeekV4Config
 from headfit.distributed import AttnTPGroup
@@ -95,28 +96,47 @@ def test_replay_equals_eager_as_sequences_grow(layer_id, supported):
         assert torch.equal(captured.replay(positions, x), layer(x, positions, batch))
 
 
+UPDATES = {
+    "copy_": lambda layer, new: layer.attn_sink.copy_(new),
+    "data.copy_": lambda layer, new: layer.attn_sink.data.copy_(new),
+    "load_state_dict": lambda layer, new: layer.load_state_dict(layer.state_dict() | {"attn_sink": new}),
+    "rebind": lambda layer, new: setattr(layer.attn_sink, "data", new),
+}
+
+
+@pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("supported", [None, (64, 128)], ids=["exact", "padded"])
-@pytest.mark.parametrize("update", ["copy_", "data.copy_", "load_state_dict", "rebind"])
-def test_row_08_a_replay_sees_new_sinks(update, supported):
-    layer = make_layer(0, rank=1, size=4, supported=supported)
-    layer.attn_sink.data.fill_(math.log(4))
-    layer.wq_b.weight.data.zero_()  # equal scores: the sink's share depends on it and the key count alone
-    with torch.inference_mode():
-        captured = Captured(layer, make_cache(), [0, 0, 0])
+@pytest.mark.parametrize("update", UPDATES)
+@torch.no_grad()
+def test_row_08_a_replay_sees_new_sinks(update, supported, rank):
+    layer = make_layer(0, rank=rank, size=4, supported=supported)
+    layer.attn_sink.fill_(math.log(4))
+    layer.wq_b.weight.zero_()  # equal scores: the sink's share depends on it and the key count alone
+    captured = Captured(layer, make_cache(), [0, 0, 0])
+    addresses = sink_addresses(layer)
     positions, x = torch.zeros(NUM_SEQS, dtype=torch.int64, device="cuda"), captured.x.clone()
     old = captured.replay(positions, x)
-    sinks = torch.full_like(layer.attn_sink, -math.inf)
-    if update == "copy_":
-        with torch.no_grad():
-            layer.attn_sink.copy_(sinks)
-    elif update == "data.copy_":
-        layer.attn_sink.data.copy_(sinks)
-    elif update == "load_state_dict":
-        layer.load_state_dict(layer.state_dict() | {"attn_sink": sinks})
+    UPDATES[update](layer, torch.full_like(layer.attn_sink, -math.inf))
+    if update == "rebind":
+        assert sink_addresses(layer) != addresses  # what a runner compares before it replays
+        captured = Captured(layer, make_cache(), [0, 0, 0])
     else:
-        layer.attn_sink.data = sinks
-        layer.sink.ensure()  # what a runner calls before it replays
+        assert sink_addresses(layer) == addresses
     # One key a query: its share rises from 1 / (1 + 4) to 1.
+    assert relative_norm(captured.replay(positions, x), 5 * old) < 1e-2
+
+
+@torch.no_grad()
+def test_row_08_a_replay_follows_a_flat_weight_buffer():
+    """Bound to memory without room for padding, the sink is copied inside the graph: a replay reads that memory."""
+    layer = make_layer(0, rank=3, size=4, supported=(64, 128))
+    layer.wq_b.weight.zero_()
+    flat = torch.full((CONFIG.num_heads,), math.log(4), device="cuda")
+    layer.attn_sink.data = flat
+    captured = Captured(layer, make_cache(), [0, 0, 0])
+    positions, x = torch.zeros(NUM_SEQS, dtype=torch.int64, device="cuda"), captured.x.clone()
+    old = captured.replay(positions, x)
+    flat.fill_(-math.inf)
     assert relative_norm(captured.replay(positions, x), 5 * old) < 1e-2
 
 
@@ -138,13 +158,13 @@ def test_row_27_no_kernel_of_the_captured_step_builds_the_sink(supported):
     assert extra == (1 if supported else 0)
 
 
-def test_rebinding_while_a_graph_is_captured_is_refused():
-    layer = make_layer(0, rank=1, size=4)
-    with torch.inference_mode():
-        captured = Captured(layer, make_cache(), [0, 0, 0])
-        layer.attn_sink.data = layer.attn_sink.data.clone()
-        with pytest.raises(RuntimeError, match="attn_sink: rebound"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            captured.eager(captured.positions, captured.x)
+@torch.inference_mode()
+def test_a_first_copy_while_a_graph_is_captured_is_refused():
+    layer = make_layer(0, rank=3, size=4, supported=(64, 128))
+    captured = Captured(layer, make_cache(), [0, 0, 0])
+    layer.attn_sink.data = layer.attn_sink.data.clone()
+    with pytest.raises(RuntimeError, match="attn_sink: rebound"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        captured.eager(captured.positions, captured.x)
 
 
 def test_logits_equal_transformers(tmp_path):

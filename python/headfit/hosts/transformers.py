@@ -4,6 +4,7 @@ transformers keeps everything else: embeddings, hyper-connections, MoE, norms, h
 keyword arguments that it does not know down to each layer's `self_attn`, which is how `forward_batch` travels.
 """
 
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -23,9 +24,6 @@ from headfit.forward_batch import ForwardBatch
 from headfit.models.deepseek_v4 import MQALayer
 
 logger = logging.getLogger(__name__)
-
-HAS_EXPERT_PLAN = bool(getattr(DeepseekV4Config, "base_model_tp_plan", None))
-"""Whether the installed transformers can shard this model's routed experts."""
 
 
 class AttentionAdapter(nn.Module):
@@ -54,6 +52,10 @@ class _HostModel(DeepseekV4ForCausalLM):
         for layer in self.model.layers:
             layer.self_attn = nn.Module()
 
+    def save_pretrained(self, *args: object, **kwargs: object) -> None:
+        """Refused: attention holds one rank's slices, under other names than transformers reads."""
+        raise NotImplementedError("a model with headfit's attention cannot be saved; keep the checkpoint it came from")
+
 
 def load_model(
     folder: str | Path,
@@ -65,7 +67,7 @@ def load_model(
 ) -> DeepseekV4ForCausalLM:
     """transformers' DeepSeek-V4 from a local checkpoint folder, every attention module an MQALayer of this rank.
 
-    Call the result with `forward_batch=`, see `forward`. Experts are sharded where `expert_sharding` says so;
+    Call the result with `forward_batch=`, see `forward`. Routed experts are sharded where `experts_shard_over` says so;
     everything else outside attention is whole on every rank.
 
     Raises:
@@ -92,7 +94,7 @@ def load_model(
         raise ValueError(f"{folder}/config.json: transformers reads other sizes from it; allowed: its own field names")
     if not checkpoint.has_fp8_outside_attention and hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config  # nothing is left for transformers to dequantise
-    shards_experts, reason = expert_sharding(group or AttnTPGroup())
+    shards_experts, reason = _expert_sharding(group or AttnTPGroup())
     logger.info("experts %s: %s", "sharded over the ranks" if shards_experts else "whole on every rank", reason)
     if shards_experts:
         placement = {"distributed_config": DistributedConfig(tp_size=group.size, tp_plan="auto")}
@@ -118,15 +120,22 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def expert_sharding(group: AttnTPGroup) -> tuple[bool, str]:
-    """Whether transformers' own tensor-parallel plan can shard the experts over `group`, and why or why not."""
-    if group.size == 1:
+def experts_shard_over(size: int) -> tuple[bool, str]:
+    """Whether transformers' own tensor-parallel plan can shard the routed experts over `size` ranks, and the reason."""
+    if size == 1:
         return False, "one rank"
-    if not HAS_EXPERT_PLAN:
+    if not getattr(DeepseekV4Config, "base_model_tp_plan", None):
         return False, f"transformers {transformers_version} has no tensor-parallel plan for this model"
-    if not dist.is_initialized() or group.process_group is not None or dist.get_world_size() != group.size:
-        return False, "the attention-TP group is not the whole world"
+    if importlib.util.find_spec("accelerate") is None:
+        return False, "transformers needs accelerate for that, which is not installed"
     return True, "by transformers' tensor-parallel plan"
+
+
+def _expert_sharding(group: AttnTPGroup) -> tuple[bool, str]:
+    shards, reason = experts_shard_over(group.size)
+    if shards and (group.process_group is not None or dist.get_world_size() != group.size):
+        return False, "the attention-TP group is not the whole world"
+    return shards, reason
 
 
 def forward(

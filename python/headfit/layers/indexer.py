@@ -60,9 +60,10 @@ class Indexer(nn.Module):
         visible = forward_batch.visible_entries[RATIO]
         picked = torch.full((x.shape[0], self.topk), -1, dtype=torch.int64, device=x.device)
         for block in forward_batch.query_blocks:
-            if block.num_entries:
+            num_tokens = block.tokens.stop - block.tokens.start
+            if num_tokens and block.num_entries:
                 keys = self._keys(block, forward_batch, cache)
-                shape = (len(block.request_slots), -1)
+                shape = (len(block.request_slots), num_tokens // len(block.request_slots))
                 args = (part[block.tokens].unflatten(0, shape) for part in (q, weights, visible))
                 chosen = self._pick(*args, keys).flatten(0, 1)
                 picked[block.tokens, : chosen.shape[-1]] = chosen

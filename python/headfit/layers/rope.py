@@ -39,23 +39,25 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig, rope_dim: int, *, device: torch.device | None = None) -> None:
         super().__init__()
-        self.attention_factor = rope.attention_factor
-        # Built on the CPU whatever the default device is, so that a model made on the meta device has it.
+        self.rope = rope
+        self.rope_dim = rope_dim
+        self.register_buffer("inv_freq", self._computed().to(device), persistent=False)
+
+    def _computed(self) -> torch.Tensor:
+        # On the CPU whatever the default device is: a model made on the meta device has its angles too.
         with torch.device("cpu"):
-            inv_freq = inverse_frequencies(rope, rope_dim)
-        self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
+            return inverse_frequencies(self.rope, self.rope_dim)
 
     def _apply(self, fn, recurse=True):
-        # A model-wide cast to bfloat16 must not round the angles.
-        inv_freq = self.inv_freq
+        # A cast to bfloat16 must not round the angles, and `to_empty` must not lose them.
         super()._apply(fn, recurse)
-        self.inv_freq = inv_freq.to(self.inv_freq.device)
+        self.inv_freq = self._computed().to(self.inv_freq.device)
         return self
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int [N] -> cos, sin float32 [N, rope_dim // 2]."""
         angles = positions[:, None].float() * self.inv_freq
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
 
 
 def apply_rope(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], *, inverse: bool = False) -> torch.Tensor:

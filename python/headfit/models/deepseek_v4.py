@@ -80,7 +80,7 @@ class MQALayer(nn.Module):
         groups = self.head_layout.local_groups
         group_rows = slice(groups.start * config.o_lora_rank, groups.stop * config.o_lora_rank)
         self.num_local_groups = groups.stop - groups.start
-        group_width = config.num_heads * config.head_dim // config.o_groups
+        self.group_width = config.num_heads * config.head_dim // config.o_groups
         o_rank = config.o_groups * config.o_lora_rank
 
         def linear(name, in_features, out_features, cls=ParallelLinear, **part):
@@ -96,11 +96,14 @@ class MQALayer(nn.Module):
         self.wq_b = linear("wq_b", config.q_lora_rank, config.num_heads * config.head_dim, rows=head_rows)
         self.wkv = linear("wkv", config.hidden_size, config.head_dim)
         self.kv_norm = norm(config.head_dim)
-        self.wo_a = linear("wo_a", group_width, o_rank, cls=GroupedLinear, rows=group_rows)
+        self.wo_a = linear("wo_a", self.group_width, o_rank, cls=GroupedLinear, rows=group_rows)
         self.wo_b = linear("wo_b", o_rank, config.hidden_size, cols=group_rows)
-        sinks = torch.empty(config.num_heads, dtype=torch.float32, device=device)
-        self.attn_sink = nn.Parameter(sinks, requires_grad=False)
-        self.sink = AttnSink(self, num_heads=config.num_heads, max_kernel_heads=self.head_layout.kernel_num_heads)
+        self.sink = AttnSink(
+            self,
+            num_heads=config.num_heads,
+            max_kernel_heads=self.head_layout.kernel_num_heads,
+            device=device,
+        )
         parts = {"rotary": self.rotary, "dtype": dtype, "device": device}
         self.compressor = (
             Compressor(config, ratio=self.compress_ratio, head_dim=config.head_dim, **parts)
@@ -109,6 +112,12 @@ class MQALayer(nn.Module):
         )
         fp8_indexer = "indexer.wq_b" in fp8_linears
         self.indexer = Indexer(config, fp8=fp8_indexer, **parts) if self.compress_ratio == 4 else None
+
+    def _apply(self, fn, recurse=True):
+        before = self.attn_sink.detach()
+        super()._apply(fn, recurse)
+        self.sink.after_apply(before)
+        return self
 
     @property
     def _attn_sink_local(self) -> torch.Tensor:
@@ -152,7 +161,7 @@ class MQALayer(nn.Module):
             softmax_scale=self.softmax_scale,
         )
         o = apply_rope(o[:, : self.head_layout.num_local_heads], cos_sin, inverse=True)
-        grouped = o.reshape(x.shape[0], self.num_local_groups, -1)
+        grouped = o.reshape(x.shape[0], self.num_local_groups, self.group_width)
         return self.group.all_reduce(self.wo_b(self.wo_a(grouped)))
 
     def _queries(self, q_lora: torch.Tensor, cos_sin) -> torch.Tensor:
