@@ -1,8 +1,8 @@
 """Attention weights out of a safetensors checkpoint, each rank reading only its own slices.
 
 Three spellings of the same tensors exist: the original checkpoint's (`layers.0.attn.wq_a.weight`), transformers'
-(`model.layers.0.self_attn.q_a_proj.weight`), and what transformers writes back (`model.layers.0.attn.wq_a.weight`,
-with `kv_norm` shortened to `norm`). Block scales of fp8 weights end in `.scale` or `.weight_scale_inv`.
+(`model.layers.0.self_attn.q_a_proj.weight`), and what transformers writes back: either of them with `kv_norm` shortened
+to `norm`. Block scales of fp8 weights end in `.scale` or `.weight_scale_inv`.
 """
 
 import json
@@ -26,6 +26,7 @@ _TRANSFORMERS_NAMES = (
     ("compressor.indexer.kv_proj", "indexer.compressor.wkv"),
     ("compressor.indexer.gate_proj", "indexer.compressor.wgate"),
     ("compressor.indexer.kv_norm", "indexer.compressor.norm"),
+    ("compressor.indexer.norm", "indexer.compressor.norm"),
     ("compressor.indexer.position_bias", "indexer.compressor.ape"),
     ("compressor.kv_proj", "compressor.wkv"),
     ("compressor.gate_proj", "compressor.wgate"),

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from headfit.launch import EndedBySignal, RankError, describe, unwinding_at_signals
+
 if TYPE_CHECKING:
     from headfit.backends.base import KernelSupport
-    from headfit.generate import Question
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-_EXIT_CODES = "exit codes: 0 ok, 1 failed at run time, 2 bad input, 130 interrupted; errors are one line on stderr"
+_EXIT_CODES = (
+    "exit codes: 0 ok, 1 failed at run time, 2 bad input, 130 interrupted, 143 terminated (SIGTERM), "
+    "129 hung up (SIGHUP); errors are one line on stderr"
+)
 _PRESETS = {"flash": (64, 8), "pro": (128, 16)}  # heads and output groups of the released models
 
 
@@ -34,27 +38,40 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; `--help` and `--version` exit from within argparse."""
+    _open_streams()
     try:
-        args = _parser().parse_args(argv)
-        code = args.run(args)
-        sys.stdout.flush()
-        return code
+        with unwinding_at_signals():
+            args = _parser().parse_args(argv)
+            code = args.run(args)
+            sys.stdout.flush()
+            return code
     except InputError as error:
         return _fail(str(error), BAD_INPUT)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
+    except EndedBySignal as ended:
+        return _fail(f"ended by {ended.signal.name}", 128 + ended.signal)
     except BrokenPipeError:  # the reader of our output left; Python must not find that out again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
-        from headfit.launch import RankError, describe
-
         return _fail(str(error) if isinstance(error, RankError) else describe(error), FAILED)
 
 
 def _fail(message: str, code: int) -> int:
     print(f"headfit: error: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+def _open_streams() -> None:
+    """A closed stdout or stderr leads nowhere; what the encoding of an open one lacks is escaped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(null, True)  # or a rank's sockets would get the free number
+            setattr(sys, name, os.fdopen(null, "w"))
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -168,28 +185,8 @@ def _generate(args: argparse.Namespace) -> int:
         ]
         print(json.dumps(summary | {"results": results}))
     else:
-        backend = f"backend {summary['backend']} ({run.backend_reason})"
-        setting = f"{summary['kv_format']} KV cache, {summary['dtype']}, {run.device}"
-        print(f"{args.model}: attention TP {args.attn_tp}, {backend}, {setting}")
-        _show_answers(run.questions, answers)
+        generate.show(summary, run, answers)
     return OK
-
-
-def _show_answers(questions: Sequence[Question], answers: Sequence[tuple[str, str]]) -> None:
-    from headfit.assets.word_problems import parse_answer
-
-    right = 0
-    for i, (question, (text, reason)) in enumerate(zip(questions, answers, strict=True), 1):
-        cut = " [cut at --max-new-tokens]" if reason == "length" else ""
-        print(f"\n[{i}] {question.shown}")
-        print(textwrap.indent(text.strip() + cut, "    "))
-        if question.expected is not None:
-            is_right = parse_answer(text) == question.expected
-            right += is_right
-            print(f"    right answer: {question.expected} ({'answered' if is_right else 'missed'})")
-    known = sum(question.expected is not None for question in questions)
-    if known:
-        print(f"\n{right} of {known} answered right")
 
 
 def _plan(args: argparse.Namespace) -> int:

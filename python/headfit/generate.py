@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,11 +77,32 @@ def prepare(args: argparse.Namespace, *, progress: bool) -> Run:
     prompts = [_encode(tokenizer, question.prompt, raw=raw) for question in questions]
     _check_prompts(prompts, args, config)
     need = max(map(len, prompts)) + args.max_new_tokens
-    shape = make_shape(args.max_context or need, args.max_batch or min(len(prompts), _MAX_BATCH))
+    shape = make_shape(args.max_context or need, min(args.max_batch or _MAX_BATCH, len(prompts)))
     sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
     sampling |= {"seed": args.seed, "stop_token_ids": _stop_tokens(folder, tokenizer)}
     job = Job(str(folder), shape, prompts, sampling, progress)
     return Run(job, device, questions, reason, _estimate(folder, config, shape, device), tokenizer)
+
+
+def show(setting: dict[str, Any], run: Run, answers: Sequence[tuple[str, str]]) -> None:
+    """Print the setting, the questions with their (text, why it ended), and how many are known to be right."""
+    from headfit.assets.word_problems import parse_answer
+
+    backend = f"backend {setting['backend']} ({run.backend_reason})"
+    numbers = f"{setting['kv_format']} KV cache, {setting['dtype']}, {setting['device']}"
+    print(f"{setting['model']}: attention TP {setting['attn_tp_size']}, {backend}, {numbers}")
+    right = 0
+    for i, (question, (text, reason)) in enumerate(zip(run.questions, answers, strict=True), 1):
+        cut = " [cut at --max-new-tokens]" if reason == "length" else ""
+        print(f"\n[{i}] {question.shown}")
+        print(textwrap.indent(text.strip() + cut, "    "))
+        if question.expected is not None:
+            is_right = parse_answer(text) == question.expected
+            right += is_right
+            print(f"    right answer: {question.expected} ({'answered' if is_right else 'missed'})")
+    known = sum(question.expected is not None for question in run.questions)
+    if known:
+        print(f"\n{right} of {known} answered right")
 
 
 def answer_on_rank(group: AttnTPGroup, device: str, job: Job) -> list[tuple[list[int], str]]:
@@ -109,6 +131,8 @@ def answer_on_rank(group: AttnTPGroup, device: str, job: Job) -> list[tuple[list
 
 def find_model(name: str) -> tuple[Path, DeepSeekV4Config]:
     """The folder that `--model` means and its config."""
+    if not name.strip():
+        raise ValueError("--model: empty; allowed: tiny, or a checkpoint folder on this machine")
     folder = TINY if name == "tiny" else Path(name)
     if not folder.exists():
         raise ValueError(f"{folder}: no such file or folder; allowed: tiny, or a checkpoint folder on this machine")
@@ -129,7 +153,7 @@ def resolve(args: argparse.Namespace, config: DeepSeekV4Config) -> tuple[str, st
     import torch
 
     from headfit import backends
-    from headfit.hosts.transformers import HAS_EXPERT_PLAN
+    from headfit.hosts.transformers import experts_shard_over
     from headfit.memory import RunShape, kv_format_of
 
     device = args.device
@@ -140,9 +164,10 @@ def resolve(args: argparse.Namespace, config: DeepSeekV4Config) -> tuple[str, st
     dtype = {"auto": torch.float32 if device == "cpu" else torch.bfloat16}.get(args.dtype) or getattr(torch, args.dtype)
     kv_format = {"auto": "model" if device == "cpu" else "fp8"}.get(args.kv_format, args.kv_format)
     kv_format_of(kv_format, config, dtype)
+    expert_shards = size if experts_shard_over(size)[0] else 1
 
     def shape(max_context: int, max_seqs: int) -> RunShape:
-        return RunShape(size, backend, dtype, kv_format, max_seqs, max_context, size if HAS_EXPERT_PLAN else 1)
+        return RunShape(size, backend, dtype, kv_format, max_seqs, max_context, expert_shards)
 
     return device, reason, shape
 
@@ -185,17 +210,23 @@ def _questions(args: argparse.Namespace) -> list[Question]:
         return _samples()
     prompts = args.prompt
     if prompts is None:
-        try:
-            prompts = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{args.prompts_file}: not UTF-8 text ({error.reason})") from error
-        if not prompts:
-            raise ValueError(f"{args.prompts_file}: holds no prompt; allowed: one prompt a line")
+        prompts = _lines(args.prompts_file)
     for i, prompt in enumerate(prompts, 1):
         if not prompt.strip():
             where = f"--prompt {i}" if args.prompt else f"{args.prompts_file} line {i}"
             raise ValueError(f"{where}: empty prompt, allowed: some text")
     return [Question(prompt, prompt) for prompt in prompts]
+
+
+def _lines(file: str) -> list[str]:
+    """The prompts of a file. Only newlines part them: a form feed or U+2028 may stand within one."""
+    try:
+        text = Path(file).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 text ({error.reason})") from error
+    if not text:
+        raise ValueError(f"{file}: holds no prompt; allowed: one prompt a line")
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def _samples() -> list[Question]:

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 _DEATH_GRACE = 2.0  # seconds that a rank's error waits for the death, elsewhere, that may have caused it
-_EXIT_GRACE = 10.0  # seconds that a rank may take to exit after it handed over its result
+_EXIT_GRACE = 10.0  # seconds that ranks may take to exit after they handed over their results
+_UNWIND_GRACE = 5  # seconds after which an exception that a signal raised counts as lost
 
 
 class RankError(RuntimeError):
@@ -36,6 +37,45 @@ class RankError(RuntimeError):
     def __init__(self, message: str, rank_traceback: str = "") -> None:
         super().__init__(message)
         self.rank_traceback = rank_traceback
+
+
+class EndedBySignal(BaseException):
+    """SIGTERM or SIGHUP came. No KeyboardInterrupt, after which Python may end itself by SIGINT."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signal = signal.Signals(signum)
+
+
+@contextlib.contextmanager
+def unwinding_at_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise EndedBySignal; one that is ignored, as nohup has it, stays so.
+
+    The context ends with that exception whatever it turned into on its way, such as an error of a half-done import.
+    """
+    came: list[int] = []
+    signals = (signal.SIGTERM, signal.SIGHUP)
+
+    def unwind(signum: int, frame: object) -> None:
+        came.append(signum)
+        for each in signals:  # `timeout` sends its signal twice: the second must not stop the tidying
+            signal.signal(each, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, unwind)  # raise again where C code swallowed the exception
+        signal.alarm(_UNWIND_GRACE)
+        raise EndedBySignal(came[0])
+
+    in_main = threading.current_thread() is threading.main_thread()
+    handled = [each for each in signals if in_main and signal.getsignal(each) is signal.SIG_DFL]
+    for each in handled:
+        signal.signal(each, unwind)
+    try:
+        yield
+    finally:
+        if came:
+            signal.alarm(0)
+            raise EndedBySignal(came[0])
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def run_local_ranks(
@@ -58,19 +98,26 @@ def run_local_ranks(
         timeout: seconds that the whole run may take; None for no limit. Not enforced at size 1.
 
     Raises:
-        ValueError: a size below 1, an unknown device, or fewer GPUs than ranks; before anything starts.
-        RankError: a rank raised, died, or the run took longer than `timeout`. No rank is left running.
+        ValueError: a size below 1, an unknown device, fewer GPUs than ranks, or a `worker` or `args` that ranks would
+            be sent and that do not pickle; before anything starts.
+        RankError: a rank raised, died, gave a result that does not unpickle, or the run took longer than `timeout`. No
+            rank is left running.
     """
     check_ranks(size, device)
     if size == 1:
         from headfit.distributed import AttnTPGroup
 
         return worker(AttnTPGroup(), _rank_device(device, 0), *args)
-    with _rendezvous_folder() as folder, contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(_rank(r, size, device, folder, worker, args)) for r in range(size)]
+    with _naming("worker or args: do not pickle, allowed: a module-level function and arguments that do"):
+        call = pickle.dumps((worker, tuple(args)))
+    # Ranks of a parent that was killed remove the folder too.
+    made = tempfile.TemporaryDirectory(prefix="headfit-ranks-", ignore_cleanup_errors=True)
+    with made as folder, contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(_rank(r, size, device, Path(folder), call)) for r in range(size)]
         result = _collect(ranks, timeout)
+        deadline = time.monotonic() + _EXIT_GRACE
         for process, _ in ranks:
-            process.join(_EXIT_GRACE)
+            process.join(max(0.0, deadline - time.monotonic()))
         return result
 
 
@@ -89,27 +136,25 @@ def check_ranks(size: int, device: str) -> None:
 
 
 @contextlib.contextmanager
-def _rendezvous_folder() -> Iterator[Path]:
-    """A temporary directory; ranks of a parent that was killed may have removed it."""
-    folder = Path(tempfile.mkdtemp(prefix="headfit-ranks-"))
+def _naming(what: str) -> Iterator[None]:
+    """Pickling runs code of the caller's, which may raise anything: say what it was about."""
     try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} ({describe(error)})") from error
 
 
 @contextlib.contextmanager
-def _rank(rank: int, size: int, device: str, folder: Path, *call: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+def _rank(rank: int, size: int, device: str, folder: Path, call: bytes) -> Iterator[tuple[BaseProcess, Connection]]:
     """One started rank and the pipe its outcome comes through; it is gone when the context ends."""
     context = multiprocessing.get_context("spawn")
-    packed = pickle.dumps(call)  # unpacked by the rank itself, after its watch has started
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
-        target=_rank_main, args=(rank, size, device, folder, sender, packed), name=f"headfit-rank-{rank}", daemon=True
+        target=_rank_main, args=(rank, size, device, folder, sender, call), name=f"headfit-rank-{rank}", daemon=True
     )
-    resource_tracker.ensure_running()  # not by the first start, which would end the hold on interrupts
+    resource_tracker.ensure_running()  # not by the first start, which would end the hold on signals
     try:
-        with _interrupts_held():
+        with _signals_held():
             process.start()
         sender.close()  # so that the rank's death reads as end of file
         yield process, receiver
@@ -122,9 +167,9 @@ def _rank(rank: int, size: int, device: str, folder: Path, *call: Any) -> Iterat
 
 
 @contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while a rank starts. The rank inherits that for life, so only the parent is interrupted."""
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _signals_held() -> Iterator[None]:
+    """Hold back what a group of processes may be sent while a rank starts. It inherits that: its parent ends it."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:
@@ -156,9 +201,13 @@ def _collect(ranks: Sequence[tuple[BaseProcess, Connection]], timeout: float | N
 def _receive(receiver: Connection) -> tuple[Any, tuple[str, str] | None] | None:
     """A rank's (result, error), or None where it died before handing one over."""
     try:
-        return receiver.recv()
+        outcome = receiver.recv_bytes()
     except (EOFError, OSError):
         return None
+    try:
+        return pickle.loads(outcome)
+    except Exception as error:
+        return None, (f"its result does not unpickle ({describe(error)})", traceback.format_exc())
 
 
 def _death(ranks: Sequence[tuple[BaseProcess, Connection]], rank: int) -> RankError:
@@ -191,19 +240,23 @@ def _first_cause(
     return RankError(f"rank {rank} of {len(ranks)}: {message}", rank_traceback)
 
 
-def _rank_main(rank: int, size: int, device: str, folder: Path, sender: Connection, packed: bytes) -> None:
+def _rank_main(rank: int, size: int, device: str, folder: Path, sender: Connection, call: bytes) -> None:
     """The life of one rank: follow the parent, join the group, work, hand over (result, error)."""
     threading.Thread(target=_follow_parent, args=(folder,), daemon=True).start()
     try:
         _join_group(rank, size, device, folder)
+        import torch.distributed as dist
+
         from headfit.distributed import AttnTPGroup
 
-        worker, args = pickle.loads(packed)
+        with _naming("worker or args: do not unpickle in a rank"):  # not before the watch has started
+            worker, args = pickle.loads(call)
         result = worker(AttnTPGroup(rank, size), _rank_device(device, rank), *args)
-        sender.send((result if rank == 0 else None, None))
-        _leave_group()
+        # By value: multiprocessing's own pickler would send a tensor as a claim on memory that ends with the rank.
+        sender.send_bytes(pickle.dumps((result if rank == 0 else None, None)))
+        dist.destroy_process_group()
     except BaseException as error:
-        sender.send((None, (describe(error), traceback.format_exc())))
+        sender.send_bytes(pickle.dumps((None, (describe(error), traceback.format_exc()))))
 
 
 def _follow_parent(folder: Path) -> None:
@@ -233,17 +286,14 @@ def _join_group(rank: int, size: int, device: str, folder: Path) -> None:
     )
 
 
-def _leave_group() -> None:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-
-
 def _rank_device(device: str, rank: int) -> str:
     return f"cuda:{rank}" if device == "cuda" else device
 
 
 def describe(error: BaseException) -> str:
     """An exception as one line: its type and text."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # it is the error's own __str__
+        text = "(its text cannot be shown)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,5 +1,6 @@
 """The command line: every refusal is one line, every answer is text or one JSON object."""
 
+import io
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from headfit import cli, memory
 from headfit.backends import BACKEND_NAMES
 
-PROMPTS = ["Tom has 3 pens.", "Ann buys 4 cups and 5 more for her café."]
+PROMPTS = ["Tom has 3\f pens.", "Ann buys 4 cups\u2028 and 5 more for her café."]
 TEMPLATE = "{{ bos_token }}{% for message in messages %}Question: {{ message['content'] }}\nAnswer:{% endfor %}"
 
 
@@ -79,6 +80,7 @@ def test_a_missing_path_is_refused(capfd, tmp_path):
     parts = [tmp_path / "none", "no such file or folder"]
     assert_refused(capfd, cli.BAD_INPUT, parts, *generate(tmp_path / "none"))
     assert_refused(capfd, cli.BAD_INPUT, [tmp_path / "config.json", "no such file"], *generate(tmp_path))
+    assert_refused(capfd, cli.BAD_INPUT, ["--model: empty"], *generate(""))
 
 
 def test_another_architecture_is_refused(capfd, copy):
@@ -180,7 +182,7 @@ def test_two_ranks_answer_as_one_does(capfd, model, one_thread, tmp_path):
     assert all(set(result) == {"prompt", "text", "finish_reason"} for result in one["results"])
     assert all(isinstance(result["text"], str) and result["text"] for result in one["results"])
     file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(PROMPTS), encoding="utf-8")
+    file.write_bytes("\r\n".join([*PROMPTS, ""]).encode("utf-8-sig"))
     argv = generate(model, "--attn-tp", 2, "--json", "--prompts-file", file)
     two = run_command(*argv)
     assert two.stderr == ""
@@ -190,7 +192,8 @@ def test_two_ranks_answer_as_one_does(capfd, model, one_thread, tmp_path):
 def test_options_reach_the_run(capfd, model, one_thread):
     argv = with_prompts(*generate(model))
     greedy = run_json(capfd, *argv)["results"]
-    assert run_json(capfd, *argv, "--max-batch", 1, "--max-context", 600)["results"] == greedy
+    for size in (1, 2**31 - 1):
+        assert run_json(capfd, *argv, "--max-batch", size, "--max-context", 600)["results"] == greedy
     assert run_json(capfd, *argv, "--raw")["results"] != greedy
     sampled = [run_json(capfd, *argv, "--temperature", 2, "--seed", seed)["results"] for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
@@ -212,9 +215,26 @@ def run_command(*argv, **popen):
     )
 
 
+@pytest.mark.parametrize(
+    ("closed", "argv", "code"),
+    [(">&-", "plan --num-heads 64", 0), ("2>&-", "generate --model none --json", 2)],
+)
+def test_closed_streams_are_no_error(closed, argv, code):
+    command = f'exec "$0" -m headfit.cli {argv} {closed}'
+    ended = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
+
+
+def test_what_the_encoding_of_stdout_lacks_is_escaped(model, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert cli.main([*map(str, generate(model)), "--prompt", PROMPTS[1]]) == cli.OK
+    assert b"her caf\\xe9." in sys.stdout.buffer.getvalue()
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
-@pytest.mark.parametrize("victim", ["rank", "run"])
-def test_a_killed_rank_and_an_interrupt_end_the_run(model, tmp_path, victim):
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_killed_rank_and_signals_end_the_run(model, tmp_path, how):
+    """SIGKILL goes to a rank, SIGHUP to the command alone, the others to the whole group of processes."""
     argv = generate(model, "--attn-tp", 2, "--max-new-tokens", 3000, "--prompt", "a")
     process = subprocess.Popen(
         [sys.executable, "-m", "headfit.cli", *map(str, argv)],
@@ -228,14 +248,19 @@ def test_a_killed_rank_and_an_interrupt_end_the_run(model, tmp_path, victim):
     while not list(tmp_path.glob("headfit-ranks-*/store")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    if victim == "run":
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
-    else:
+    signum = signal.Signals[how]
+    if how in ("SIGHUP", "SIGTERM"):
+        process.send_signal(signum)
+    if how in ("SIGINT", "SIGTERM"):  # as a terminal's Ctrl-C does, and `timeout`, which signals twice
+        os.killpg(process.pid, signum)
+    if how == "SIGKILL":
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(next(int(child) for child in children if "spawn_main" in _command_line(child)), signal.SIGKILL)
     out, err = process.communicate(timeout=30)
-    message = "interrupted" if victim == "run" else "of 2 died (killed by SIGKILL"
-    assert process.returncode == (cli.INTERRUPTED if victim == "run" else cli.FAILED)
+    message = (
+        "of 2 died (killed by SIGKILL" if how == "SIGKILL" else "interrupted" if how == "SIGINT" else f"ended by {how}"
+    )
+    assert process.returncode == (cli.FAILED if how == "SIGKILL" else 128 + signum)
     assert out == "" and err.startswith("headfit: error: ") and message in err and err.count("\n") == 1, err
     assert not list(tmp_path.glob("headfit*"))
 

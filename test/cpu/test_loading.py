@@ -6,12 +6,14 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DeepseekV4ForCausalLM
 
 from headfit.backends.reference import ReferenceBackend
 from headfit.checkpoint import Checkpoint, parameter_name
 from headfit.config import DeepSeekV4Config
 from headfit.distributed import AttnTPGroup
 from headfit.forward_batch import ForwardBatch
+from headfit.generate import TINY
 from headfit.hosts.transformers import forward, load_model
 from headfit.layers.linear import FP8_BLOCK
 from headfit.models.deepseek_v4 import FP8_LINEARS, MQALayer
@@ -51,10 +53,20 @@ TO_TRANSFORMERS = {  # MQALayer parameter -> transformers' attention parameter
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, request):
+    """A float32 checkpoint as transformers writes it, of a random model or of the packaged one."""
     folder = tmp_path_factory.mktemp("saved")
-    random_model(hf_config((0, 4, 128)), seed=1).save_pretrained(folder)
+    if getattr(request, "param", "random") == "tiny":
+        loaded = DeepseekV4ForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+        model = DeepseekV4ForCausalLM._from_config(loaded.config, dtype=torch.float32)
+        model.load_state_dict(loaded.state_dict())
+        model.save_pretrained(folder)  # a model that was not loaded is written under the original names
+    else:
+        random_model(hf_config((0, 4, 128)), seed=1).save_pretrained(folder)
     return folder
+
+
+both_models = pytest.mark.parametrize("saved", ["random", "tiny"], indirect=True)
 
 
 @pytest.fixture
@@ -101,12 +113,18 @@ def transformers_names(tensors):
     return renamed
 
 
+@both_models
 @pytest.mark.parametrize("spelling", [original_names, transformers_names])
 def test_spellings_of_one_checkpoint(saved, resaved, spelling):
     tensors = load_file(saved / "model.safetensors")
     renamed = spelling(tensors)
     assert len(renamed) == len(tensors) and set(renamed) != set(tensors)
     assert torch.equal(logits(resaved(renamed)), logits(saved))
+
+
+def test_a_checkpoint_that_transformers_loaded_and_saved_again(tmp_path):
+    DeepseekV4ForCausalLM.from_pretrained(TINY, dtype=torch.float32).save_pretrained(tmp_path)
+    assert torch.equal(logits(tmp_path), logits(TINY))
 
 
 def quantize_blocks(weight: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,6 +141,7 @@ def quantize_blocks(weight: torch.Tensor, scale_dtype: torch.dtype) -> tuple[tor
     return quantized, scale.to(scale_dtype), dequantized
 
 
+@both_models
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
 @pytest.mark.parametrize("attn_tp_size", [1, 4])
 def test_fp8_attention_equals_its_dequantised_form(saved, resaved, tmp_path_factory, scale_dtype, attn_tp_size):
