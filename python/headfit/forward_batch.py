@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headfit.model_cache import ModelCache, compressor_span
+from headfit.model_cache import INDEXED_RATIO, ModelCache, compressor_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class ForwardBatch:
                 state_writes=_state_writes(cache, ratio, request_slots, positions, positions + 1),
             )
         max_entries = {ratio: cache.max_context // ratio for ratio in plans}
-        block = QueryBlock(slice(0, positions.shape[0]), request_slots, max_entries.get(4, 0))
+        block = QueryBlock(slice(0, positions.shape[0]), request_slots, max_entries.get(INDEXED_RATIO, 0))
         return cls._build(
             cache,
             positions=positions,
@@ -176,12 +176,12 @@ def _state_writes(cache, ratio, request_slots, positions, ends) -> torch.Tensor:
 
 
 def _query_blocks(cache, request_slots, first_rows, lengths, ends) -> tuple[QueryBlock, ...]:
-    if 4 not in cache.entry_tables:
+    if INDEXED_RATIO not in cache.entry_tables:
         return ()
     if len(set(lengths)) == 1:
-        return (QueryBlock(slice(0, sum(lengths)), request_slots, max(ends) // 4),)
+        return (QueryBlock(slice(0, sum(lengths)), request_slots, max(ends) // INDEXED_RATIO),)
     return tuple(
-        QueryBlock(slice(start, start + length), request_slots[i : i + 1], ends[i] // 4)
+        QueryBlock(slice(start, start + length), request_slots[i : i + 1], ends[i] // INDEXED_RATIO)
         for i, (start, length) in enumerate(zip(first_rows, lengths, strict=True))
         if length
     )

@@ -18,13 +18,15 @@ import torch
 from headfit.config import DeepSeekV4Config
 from headfit.kv_cache import KVFormat, ModelDtypeFormat, PagedPool
 
+INDEXED_RATIO = 4
+"""The compress ratio whose entries overlap, and of which the indexer picks."""
 WINDOW_PAGE_SIZE = 64
-ENTRY_PAGE_SIZES = {4: 64, 128: 2}  # entries a page, by compress ratio: what servers use
+ENTRY_PAGE_SIZES = {INDEXED_RATIO: 64, 128: 2}  # entries a page, by compress ratio: what servers use
 
 
 def overlaps(ratio: int) -> bool:
     """Whether an entry also pools the window before its own."""
-    return ratio == 4
+    return ratio == INDEXED_RATIO
 
 
 def compressor_span(ratio: int) -> int:
@@ -151,7 +153,7 @@ class ModelCache:
         if ratio:
             layer.compressed = self._pool(self.entry_tables[ratio], ENTRY_PAGE_SIZES[ratio], self._kv_format)
             layer.state = self._state(ratio, config.head_dim)
-        if ratio == 4:
+        if ratio == INDEXED_RATIO:
             index_format = ModelDtypeFormat(self._dtype, config.index_head_dim)
             layer.index_keys = self._pool(self.entry_tables[ratio], ENTRY_PAGE_SIZES[ratio], index_format)
             layer.index_state = self._state(ratio, config.index_head_dim)

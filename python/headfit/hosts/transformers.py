@@ -74,6 +74,7 @@ def load_model(
         ValueError: a config that is not DeepSeek-V4's, heads that do not divide over the group, tensors that are
             missing, unknown or of another shape, files that are corrupt; each named.
     """
+    group = group or AttnTPGroup()
     config = DeepSeekV4Config.from_file(folder)
     checkpoint = Checkpoint(folder)
     checkpoint.check_layers(config.num_hidden_layers)
@@ -89,12 +90,23 @@ def load_model(
         )
         for layer_id in range(config.num_hidden_layers)
     ]
+    for layer in layers:
+        checkpoint.load_attention(layer)
+    model = _load_host(checkpoint, config, group, dtype, device)
+    for layer, decoder_layer in zip(layers, model.model.layers, strict=True):
+        decoder_layer.self_attn = AttentionAdapter(layer)
+    return model.eval().requires_grad_(False)
+
+
+def _load_host(checkpoint: Checkpoint, config: DeepSeekV4Config, group: AttnTPGroup, dtype, device) -> _HostModel:
+    """transformers' part of the model."""
+    folder = checkpoint.folder
     hf_config = DeepseekV4Config.from_pretrained(folder)
     if DeepSeekV4Config.from_pretrained_config(hf_config) != config:
         raise ValueError(f"{folder}/config.json: transformers reads other sizes from it; allowed: its own field names")
     if not checkpoint.has_fp8_outside_attention and hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config  # nothing is left for transformers to dequantise
-    shards_experts, reason = _expert_sharding(group or AttnTPGroup())
+    shards_experts, reason = _expert_sharding(group)
     logger.info("experts %s: %s", "sharded over the ranks" if shards_experts else "whole on every rank", reason)
     if shards_experts:
         placement = {"distributed_config": DistributedConfig(tp_size=group.size, tp_plan="auto")}
@@ -107,17 +119,16 @@ def load_model(
         dtype=dtype,
         **placement,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported in `info`, with names, and refused below
+        ignore_mismatched_sizes=True,  # reported in `info`, with names, and refused here
     )
-    _check_loaded(folder, info)
-    for layer, decoder_layer in zip(layers, model.model.layers, strict=True):
-        checkpoint.load_attention(layer)
-        decoder_layer.self_attn = AttentionAdapter(layer)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if names := sorted(map(str, info.get(kind) or ())):
+            raise ValueError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names)}")
     for module in model.modules():
         if isinstance(module, DeepseekV4RMSNorm):
-            # Norm weights stay float32; transformers before 5.24 lets them widen the output too.
+            # Norm weights stay float32; transformers 5.17 lets them widen the output too.
             module.register_forward_hook(lambda module, inputs, output: output.to(inputs[0].dtype))
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def experts_shard_over(size: int) -> tuple[bool, str]:
@@ -133,7 +144,8 @@ def experts_shard_over(size: int) -> tuple[bool, str]:
 
 def _expert_sharding(group: AttnTPGroup) -> tuple[bool, str]:
     shards, reason = experts_shard_over(group.size)
-    if shards and (group.process_group is not None or dist.get_world_size() != group.size):
+    is_world = dist.is_initialized() and group.process_group is None and dist.get_world_size() == group.size
+    if shards and not is_world:
         return False, "the attention-TP group is not the whole world"
     return shards, reason
 
@@ -164,10 +176,3 @@ def forward(
         logits_to_keep=rows,
         forward_batch=forward_batch,
     ).logits[0]
-
-
-def _check_loaded(folder: str | Path, info: dict) -> None:
-    """Turn what transformers only warns of into an error."""
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if names := sorted(map(str, info.get(kind) or ())):
-            raise ValueError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(names)}")

@@ -8,9 +8,8 @@ from headfit.forward_batch import ForwardBatch
 from headfit.layers.compressor import Compressor
 from headfit.layers.linear import ParallelLinear
 from headfit.layers.rope import RotaryEmbedding, apply_rope
-from headfit.model_cache import LayerCache
+from headfit.model_cache import INDEXED_RATIO, LayerCache
 
-RATIO = 4
 MAX_SCORE_BYTES = 64 * 2**20  # of per-head scores at a time
 
 
@@ -39,7 +38,7 @@ class Indexer(nn.Module):
         )
         self.weights_proj = ParallelLinear(config.hidden_size, self.num_heads, dtype=dtype, device=device)
         self.compressor = Compressor(
-            config, ratio=RATIO, head_dim=self.head_dim, rotary=rotary, dtype=dtype, device=device
+            config, ratio=INDEXED_RATIO, head_dim=self.head_dim, rotary=rotary, dtype=dtype, device=device
         )
         self.rotary = rotary
 
@@ -52,12 +51,12 @@ class Indexer(nn.Module):
         cache: LayerCache,
     ) -> torch.Tensor:
         """Store this step's index keys, then pick: entries int64 [num_tokens, topk], -1 beyond the visible ones."""
-        plan = forward_batch.entry_plans[RATIO]
+        plan = forward_batch.entry_plans[INDEXED_RATIO]
         cache.index_keys.store(plan.slots, self.compressor(x, cache.index_state, plan))
         q = self.wq_b(q_lora).unflatten(-1, (self.num_heads, self.head_dim))
         q = apply_rope(q, self.rotary(positions))
         weights = self.weights_proj(x).float() * self.scale
-        visible = forward_batch.visible_entries[RATIO]
+        visible = forward_batch.visible_entries[INDEXED_RATIO]
         picked = torch.full((x.shape[0], self.topk), -1, dtype=torch.int64, device=x.device)
         for block in forward_batch.query_blocks:
             num_tokens = block.tokens.stop - block.tokens.start
@@ -72,7 +71,7 @@ class Indexer(nn.Module):
     def _keys(self, block, forward_batch: ForwardBatch, cache: LayerCache) -> torch.Tensor:
         """float32 [num_seqs, num_entries, head_dim]; entries that are not written yet are whatever the pool holds."""
         entries = torch.arange(block.num_entries, device=block.request_slots.device)
-        slots = forward_batch.cache.entry_slots(RATIO, block.request_slots[:, None], entries)
+        slots = forward_batch.cache.entry_slots(INDEXED_RATIO, block.request_slots[:, None], entries)
         return cache.index_keys.load(slots)
 
     def _pick(self, q, weights, visible, keys) -> torch.Tensor:

@@ -15,7 +15,7 @@ from headfit.layers.indexer import Indexer
 from headfit.layers.linear import FP8_BLOCK, GroupedLinear, ParallelLinear, Quantized
 from headfit.layers.norm import RMSNorm, head_rms_norm
 from headfit.layers.rope import RotaryEmbedding, apply_rope
-from headfit.model_cache import LayerCache
+from headfit.model_cache import INDEXED_RATIO, LayerCache
 
 FP8_LINEARS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")
 """Linears whose weights a checkpoint may hold in block-scaled fp8."""
@@ -111,7 +111,7 @@ class MQALayer(nn.Module):
             else None
         )
         fp8_indexer = "indexer.wq_b" in fp8_linears
-        self.indexer = Indexer(config, fp8=fp8_indexer, **parts) if self.compress_ratio == 4 else None
+        self.indexer = Indexer(config, fp8=fp8_indexer, **parts) if self.compress_ratio == INDEXED_RATIO else None
 
     def _apply(self, fn, recurse=True):
         before = self.attn_sink.detach()
