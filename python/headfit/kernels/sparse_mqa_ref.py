@@ -4,7 +4,7 @@ import torch
 
 from headfit.kv_cache import KVRegion
 
-MAX_BLOCK_BYTES = 64 * 2**20  # of gathered keys at a time, so that a long prompt's memory stays bounded
+MAX_BLOCK_BYTES = 8 * 2**20  # of gathered keys at a time: bounds the memory of a long prompt, and fits a CPU cache
 
 
 def sparse_mqa_ref(
