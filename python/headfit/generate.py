@@ -99,7 +99,7 @@ def show(setting: dict[str, Any], run: Run, answers: Sequence[tuple[str, str]]) 
         if question.expected is not None:
             is_right = parse_answer(text) == question.expected
             right += is_right
-            print(f"    right answer: {question.expected} ({'answered' if is_right else 'missed'})")
+            print(f"    right answer: {question.expected} ({'correct' if is_right else 'wrong'})")
     known = sum(question.expected is not None for question in run.questions)
     if known:
         print(f"\n{right} of {known} answered right")

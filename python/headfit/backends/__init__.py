@@ -21,7 +21,7 @@ def choose(name: str, device: torch.device | str) -> tuple[str, str]:
         ValueError: an unknown name, or one that cannot run here.
     """
     if name == "auto":
-        return "reference", f"the only backend so far, and it runs on {torch.device(device).type}"
+        return "reference", f"the only backend so far; it runs on any device, {torch.device(device).type} too"
     if name not in BACKEND_NAMES:
         raise ValueError(f"backend: {name!r}, allowed: auto, {', '.join(BACKEND_NAMES)}")
     return name, "asked for"
