@@ -61,9 +61,9 @@ def answers(prompts, *, attn_tp_size: int = 1, kv_format=None):
         TINY,
         backend=ReferenceBackend(),
         attn_tp_size=attn_tp_size,
-        max_seqs=16,
+        max_seqs=NUM_PROMPTS,
         max_context=600,
-        max_chunk=256,
+        max_chunk=128,
         kv_format=kv_format,
     )
     return [answer.token_ids for answer in Runner(model, cache).generate(prompts, SAMPLING)]
