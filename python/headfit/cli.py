@@ -199,11 +199,16 @@ def _plan(args: argparse.Namespace) -> int:
             plan_heads(
                 num_heads=num_heads, o_groups=o_groups, attn_tp_size=args.attn_tp, attn_tp_rank=0, supported=None
             )
-    from headfit.backends import KERNELS
+    from headfit.backends import BACKEND_NAMES, KERNELS
 
     sizes = allowed if args.attn_tp is None else (args.attn_tp,)
     kernels = [
-        {"name": k.name, "architectures": k.architectures, "num_heads": k.num_heads, "implemented": k.implemented}
+        {
+            "name": k.name,
+            "architectures": k.architectures,
+            "num_heads": k.num_heads,
+            "implemented": k.name in BACKEND_NAMES,
+        }
         for k in KERNELS
     ]
     plan = {"num_heads": num_heads, "o_groups": o_groups, "allowed_attn_tp_sizes": allowed, "kernels": kernels}

@@ -11,7 +11,8 @@ from headfit.backends.base import AttentionBackend, KernelSupport
 logger = logging.getLogger(__name__)
 
 KERNELS: tuple[KernelSupport, ...] = (reference.SUPPORT, flashmla.SUPPORT)
-BACKEND_NAMES = tuple(kernel.name for kernel in KERNELS if kernel.implemented)
+_FACTORIES = {reference.SUPPORT.name: reference.ReferenceBackend}
+BACKEND_NAMES = tuple(_FACTORIES)
 
 
 def choose(name: str, device: torch.device | str) -> tuple[str, str]:
@@ -31,7 +32,7 @@ def create(name: str, *, device: torch.device | str = "cpu") -> AttentionBackend
     """Build the backend that `name` means on `device`; see `choose`."""
     chosen, reason = choose(name, device)
     _log_choice(chosen, reason)
-    return reference.ReferenceBackend()
+    return _FACTORIES[chosen]()
 
 
 @cache

@@ -18,7 +18,6 @@ class KernelSupport:
     name: str
     architectures: tuple[str, ...]  # CUDA architectures, or ("any",)
     num_heads: tuple[int, ...] | None  # ascending; None where it runs any count exactly
-    implemented: bool = True
 
 
 class AttentionBackend(Protocol):

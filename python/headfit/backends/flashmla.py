@@ -6,4 +6,4 @@ Source: the dispatch of https://github.com/deepseek-ai/FlashMLA's sparse decode,
 
 from headfit.backends.base import KernelSupport
 
-SUPPORT = KernelSupport(name="flashmla", architectures=("sm90", "sm100"), num_heads=(64, 128), implemented=False)
+SUPPORT = KernelSupport(name="flashmla", architectures=("sm90", "sm100"), num_heads=(64, 128))

@@ -6,7 +6,6 @@ reads each slice once and nothing else. Released DeepSeek-V4 attention weights a
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +82,7 @@ class ParallelLinear(nn.Module):
 class GroupedLinear(ParallelLinear):
     """Block-diagonal linear: group g of the input meets rows [g * out_per_group, ...) of W. x [N, groups, in]."""
 
-    def forward(self, x: torch.Tensor, x_quant: Any = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, local groups, in] -> [N, local groups * out_per_group]."""
         weight = self.dequantized_weight(x.dtype).unflatten(0, (x.shape[1], -1))
         return torch.einsum("ngd,god->ngo", x, weight).flatten(1)

@@ -89,8 +89,7 @@ class MQALayer(nn.Module):
         def norm(dim):
             return RMSNorm(dim, eps=config.rms_norm_eps, device=device)
 
-        rope = config.compress_rope if self.compress_ratio else config.rope
-        self.rotary = RotaryEmbedding(rope, config.qk_rope_head_dim, device=device)
+        self.rotary = RotaryEmbedding(config.layer_rope(self.layer_id), config.qk_rope_head_dim, device=device)
         self.wq_a = linear("wq_a", config.hidden_size, config.q_lora_rank)
         self.q_norm = norm(config.q_lora_rank)
         self.wq_b = linear("wq_b", config.q_lora_rank, config.num_heads * config.head_dim, rows=head_rows)
