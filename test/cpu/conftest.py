@@ -1,7 +1,11 @@
 """Fixtures of all CPU tests: random numbers that depend on the test's name alone, and poison in unwritten memory."""
 
+import os
 import random
 import zlib
+
+# Triton kernels run on the CPU, interpreted. Read when triton is first imported, which transformers does.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import pytest

@@ -42,6 +42,13 @@ class Compressor(nn.Module):
     def forward(self, x: torch.Tensor, state: torch.Tensor, plan: EntryPlan) -> torch.Tensor:
         """The entries that this step completes, normalised and rotated: [num_entries, head_dim] in x's dtype.
 
+        Arguments as `pooled` has them.
+        """
+        return apply_rope(self.norm(self.pooled(x, state, plan)), self.rotary(plan.positions))
+
+    def pooled(self, x: torch.Tensor, state: torch.Tensor, plan: EntryPlan) -> torch.Tensor:
+        """The entries that this step completes, before norm and RoPE: [num_entries, head_dim] in x's dtype.
+
         Args:
             x: [num_tokens, hidden].
             state: this layer's running rows, read for tokens of earlier steps and then brought up to date.
@@ -49,7 +56,7 @@ class Compressor(nn.Module):
         rows = torch.cat((self.wkv(x), self.wgate(x)), dim=-1)
         entries = self._pool(self._window_rows(rows, state, plan), plan.missing)
         state[plan.state_writes] = rows.to(state.dtype)
-        return apply_rope(self.norm(entries), self.rotary(plan.positions))
+        return entries
 
     def _window_rows(self, rows: torch.Tensor, state: torch.Tensor, plan: EntryPlan) -> torch.Tensor:
         """The projections that each entry pools, from this step's tokens or the state: [num_entries, span, 2 width]."""

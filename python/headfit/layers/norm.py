@@ -1,7 +1,11 @@
-"""RMS normalisation, weighted (per channel) and unweighted (per query head)."""
+"""RMS normalisation: the weighted layer, and the unweighted norm of query heads."""
 
 import torch
 from torch import nn
+
+from headfit.kernels.rms_norm_ref import head_rms_norm, rms_norm
+
+__all__ = ["RMSNorm", "head_rms_norm"]
 
 
 class RMSNorm(nn.Module):
@@ -13,11 +17,4 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32, device=device), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight * y).to(x.dtype)
-
-
-def head_rms_norm(q: torch.Tensor, *, eps: float) -> torch.Tensor:
-    """Unweighted RMS norm of each query head: q [..., head_dim]."""
-    return q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + eps).to(q.dtype)
+        return rms_norm(x, self.weight, eps=self.eps)

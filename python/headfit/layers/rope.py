@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from headfit.config import RopeConfig
+from headfit.kernels.rope_ref import apply_rope
+
+__all__ = ["RotaryEmbedding", "apply_rope", "inverse_frequencies"]
 
 
 def inverse_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
@@ -58,22 +61,3 @@ class RotaryEmbedding(nn.Module):
         """positions int [N] -> cos, sin float32 [N, rope_dim // 2]."""
         angles = positions[:, None].float() * self.inv_freq
         return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
-
-
-def apply_rope(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], *, inverse: bool = False) -> torch.Tensor:
-    """Rotate the channel pairs (0, 1), (2, 3), ... of x's last `2 * cos.shape[-1]` channels.
-
-    Args:
-        x: [N, dim] or [N, heads, dim].
-        cos_sin: each [N, rope_dim // 2], float32.
-        inverse: rotate back.
-    """
-    cos, sin = cos_sin
-    if x.dim() == 3:
-        cos, sin = cos[:, None], sin[:, None]
-    if inverse:
-        sin = -sin
-    rope_dim = 2 * cos.shape[-1]
-    even, odd = x[..., -rope_dim:].float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-rope_dim], rotated.to(x.dtype)), dim=-1)

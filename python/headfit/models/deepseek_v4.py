@@ -12,8 +12,9 @@ from headfit.head_layout import plan_heads
 from headfit.kv_cache import KVRegion
 from headfit.layers.compressor import Compressor
 from headfit.layers.indexer import Indexer
+from headfit.layers.input_kernels import InputKernels, check_fused, choose_input_kernels
 from headfit.layers.linear import FP8_BLOCK, GroupedLinear, ParallelLinear, Quantized
-from headfit.layers.norm import RMSNorm, head_rms_norm
+from headfit.layers.norm import RMSNorm
 from headfit.layers.rope import RotaryEmbedding, apply_rope
 from headfit.model_cache import INDEXED_RATIO, LayerCache
 
@@ -35,10 +36,12 @@ class MQALayer(nn.Module):
         group: this rank's place in the attention-TP group.
         dtype: of unquantised weights and activations.
         fp8_linears: names out of `FP8_LINEARS` whose weights are block-scaled fp8.
+        fused: True: queries and keys are prepared by Triton kernels (bfloat16 on CUDA, an fp8 cache); False: by
+            PyTorch; None: by Triton kernels where they can run.
 
     Raises:
         ValueError: the heads or output groups do not divide over the group, no supported head count holds a rank's
-            heads, an unknown name in `fp8_linears`, a layer_id out of range.
+            heads, an unknown name in `fp8_linears`, a layer_id out of range, `fused` where Triton kernels cannot run.
     """
 
     def __init__(
@@ -51,12 +54,14 @@ class MQALayer(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         fp8_linears: frozenset[str] = frozenset(),
+        fused: bool | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= layer_id < config.num_hidden_layers:
             raise ValueError(f"layer_id: {layer_id}, allowed: 0 to {config.num_hidden_layers - 1}")
         if unknown := sorted(fp8_linears - set(FP8_LINEARS)):
             raise ValueError(f"fp8_linears: {unknown}, allowed: {FP8_LINEARS}")
+        check_fused(fused, device=device, dtype=dtype, rope_dim=config.qk_rope_head_dim)
         self.layer_id = layer_id
         self.backend = backend
         self.group = group or AttnTPGroup()
@@ -72,6 +77,7 @@ class MQALayer(nn.Module):
         self.eps = config.rms_norm_eps
         self.softmax_scale = config.head_dim**-0.5
         self.compress_ratio = config.compress_ratios[layer_id]
+        self.fused = fused
         self._build(config, dtype=dtype, device=device, fp8_linears=fp8_linears)
 
     def _build(self, config, *, dtype, device, fp8_linears) -> None:
@@ -147,15 +153,22 @@ class MQALayer(nn.Module):
         """
         self._check(x, positions, forward_batch, x_quant)
         cache = forward_batch.cache.layers[self.layer_id]
+        kernels = self._input_kernels(x, cache)
         cos_sin = self.rotary(positions)
         q_lora = self.q_norm(self.wq_a(x, x_quant))
-        q = self._queries(q_lora, cos_sin)
-        kv = apply_rope(self.kv_norm(self.wkv(x, x_quant)), cos_sin)
-        cache.window.store(forward_batch.window_writes, kv)
+        q = self._queries(q_lora, cos_sin, kernels)
+        kernels.store_kv(
+            kv=self.wkv(x, x_quant),
+            norm_weight=self.kv_norm.weight,
+            eps=self.eps,
+            cos_sin=cos_sin,
+            slots=forward_batch.window_writes,
+            pool=cache.window,
+        )
         o, _ = self.backend.decode(
             q=q,
             window=KVRegion(cache.window, forward_batch.window_indices, forward_batch.window_lengths),
-            compressed=self._compressed(x, q_lora, positions, forward_batch, cache),
+            compressed=self._compressed(x, q_lora, positions, forward_batch, cache, kernels),
             attn_sink=self._attn_sink_local,
             softmax_scale=self.softmax_scale,
         )
@@ -163,16 +176,22 @@ class MQALayer(nn.Module):
         grouped = o.reshape(x.shape[0], self.num_local_groups, self.group_width)
         return self.group.all_reduce(self.wo_b(self.wo_a(grouped)))
 
-    def _queries(self, q_lora: torch.Tensor, cos_sin) -> torch.Tensor:
+    def _input_kernels(self, x: torch.Tensor, cache: LayerCache) -> InputKernels:
+        return choose_input_kernels(
+            self.fused,
+            device_type=x.device.type,
+            dtype=x.dtype,
+            kv_format=cache.window.kv_format,
+            rope_dim=self.rotary.rope_dim,
+        )
+
+    def _queries(self, q_lora: torch.Tensor, cos_sin, kernels: InputKernels) -> torch.Tensor:
         """Normed and rotated queries [num_tokens, kernel_num_heads, head_dim]; padding heads are left unwritten."""
         layout = self.head_layout
         q = self.wq_b(q_lora).unflatten(-1, (layout.num_local_heads, self.head_dim))
-        q = apply_rope(head_rms_norm(q, eps=self.eps), cos_sin)
-        if not layout.is_padded:
-            return q
-        padded = q.new_empty(q.shape[0], layout.kernel_num_heads, self.head_dim)
-        padded[:, : layout.num_local_heads] = q
-        return padded
+        out = q.new_empty(q.shape[0], layout.kernel_num_heads, self.head_dim)
+        kernels.prepare_q(q=q, eps=self.eps, cos_sin=cos_sin, out=out)
+        return out
 
     def _compressed(
         self,
@@ -181,13 +200,21 @@ class MQALayer(nn.Module):
         positions: torch.Tensor,
         forward_batch: ForwardBatch,
         cache: LayerCache,
+        kernels: InputKernels,
     ) -> KVRegion | None:
         """Store the entries that this step completes, and say which ones each token attends to."""
         ratio = self.compress_ratio
         if not ratio:
             return None
         plan = forward_batch.entry_plans[ratio]
-        cache.compressed.store(plan.slots, self.compressor(x, cache.state, plan))
+        kernels.store_kv(
+            kv=self.compressor.pooled(x, cache.state, plan),
+            norm_weight=self.compressor.norm.weight,
+            eps=self.eps,
+            cos_sin=self.rotary(plan.positions),
+            slots=plan.slots,
+            pool=cache.compressed,
+        )
         visible = forward_batch.visible_entries[ratio]
         if self.indexer is not None:
             entries = self.indexer(x, q_lora, positions, forward_batch, cache)
