@@ -16,6 +16,7 @@ _PACKAGES = {
     "transformers": ("transformers",),
     "safetensors": ("safetensors",),
     "triton": ("triton", "pytorch-triton"),
+    "cuda": ("cuda-bindings",),
     "flash_mla": ("sgl-flash-mla", "flash-mla", "flash_mla"),
     "sgl_kernel": ("sgl-kernel", "sglang-kernel"),
     "sglang": ("sglang",),
