@@ -250,7 +250,7 @@ def _fit(num_heads: int, size: int, kernel: KernelSupport) -> dict[str, Any]:
 
 
 def _plan_table(plan: dict[str, Any]) -> str:
-    names = [f"{k['name']}{'' if k['implemented'] else '*'} ({', '.join(k['architectures'])})" for k in plan["kernels"]]
+    names = [f"{k['name']}{'' if k['implemented'] else '*'} ({_span(k['architectures'])})" for k in plan["kernels"]]
     widths = [max(len(name), 18) for name in names]
     groups = "" if plan["o_groups"] is None else f", {plan['o_groups']} output groups"
     header = "  ".join(["attention TP", "local heads", *(name.rjust(w) for name, w in zip(names, widths, strict=True))])
@@ -267,6 +267,10 @@ def _plan_table(plan: dict[str, Any]) -> str:
     if not all(kernel["implemented"] for kernel in plan["kernels"]):
         rows += ["", "* the kernel's rule is known, headfit does not call it yet"]
     return "\n".join(rows)
+
+
+def _span(architectures: tuple[str, ...]) -> str:
+    return ", ".join(architectures) if len(architectures) < 3 else f"{architectures[0]} to {architectures[-1]}"
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -122,7 +122,7 @@ def answer_on_rank(group: AttnTPGroup, device: str, job: Job) -> list[tuple[list
     from headfit.memory import make_cache
     from headfit.runner import Runner, SamplingParams
 
-    backend = backends.create(job.shape.backend, device=device)
+    backend = backends.create(job.shape.backend, device=device, kv_format=job.shape.kv_format, dtype=job.shape.dtype)
     model = load_model(job.folder, backend=backend, group=group, dtype=job.shape.dtype, device=device)
     cache = make_cache(DeepSeekV4Config.from_file(job.folder), job.shape, device)
     answers = Runner(model, cache, group=group).generate(job.prompts, SamplingParams(**job.sampling), progress=progress)
@@ -160,10 +160,10 @@ def resolve(args: argparse.Namespace, config: DeepSeekV4Config) -> tuple[str, st
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     check_ranks(size, device)
-    backend, reason = backends.choose(args.backend, device)
     dtype = {"auto": torch.float32 if device == "cpu" else torch.bfloat16}.get(args.dtype) or getattr(torch, args.dtype)
     kv_format = {"auto": "model" if device == "cpu" else "fp8"}.get(args.kv_format, args.kv_format)
     kv_format_of(kv_format, config, dtype)
+    backend, reason = backends.choose(args.backend, device, kv_format=kv_format, dtype=dtype)
     expert_shards = size if experts_shard_over(size)[0] else 1
 
     def shape(max_context: int, max_seqs: int) -> RunShape:

@@ -67,12 +67,13 @@ def rank_memory(folder: str | Path, config: DeepSeekV4Config, shape: RunShape) -
             backend or KV format.
     """
     from headfit import backends
+    from headfit.backends.reference import ReferenceBackend
     from headfit.checkpoint import Checkpoint
     from headfit.distributed import AttnTPGroup
     from headfit.models.deepseek_v4 import MQALayer
 
     checkpoint = Checkpoint(folder)
-    backend = backends.create(shape.backend)
+    backend = ReferenceBackend(supported_num_heads=backends.support(shape.backend).num_heads)  # pads alike
     layers = [
         MQALayer(
             config,

@@ -37,7 +37,8 @@ def test_a_plan_is_a_table(capfd, tmp_path):
     assert cli.main(["plan", "--preset", "pro"]) == cli.OK
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("128 query heads, 16 output groups")
-    assert lines[-4].split() == ["8", "16", "16", "heads,", "0%", "64", "heads,", "75%"]
+    exact = ["16", "heads,", "0%"]
+    assert lines[-4].split() == ["8", "16", *exact, "64", "heads,", "75%", *exact, *exact]
     assert cli.main(["plan", "--num-heads", "256"]) == cli.OK
     assert "too many heads" in capfd.readouterr().out
     hf_config((0, 4, 128)).save_pretrained(tmp_path)

@@ -1,38 +1,114 @@
 """Attention backends by name. Nothing is substituted: `auto` says what it took and why, once."""
 
 import logging
+import os
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
-from headfit.backends import flashmla, reference
+from headfit.backends import flashmla, reference, sparse_mqa_cuda, unified_kv_triton
 from headfit.backends.base import AttentionBackend, KernelSupport
 
 logger = logging.getLogger(__name__)
 
-KERNELS: tuple[KernelSupport, ...] = (reference.SUPPORT, flashmla.SUPPORT)
-_FACTORIES = {reference.SUPPORT.name: reference.ReferenceBackend}
+KERNELS: tuple[KernelSupport, ...] = (
+    reference.SUPPORT,
+    flashmla.SUPPORT,
+    unified_kv_triton.SUPPORT,
+    sparse_mqa_cuda.SUPPORT,
+)
+_FACTORIES = {
+    reference.SUPPORT.name: reference.ReferenceBackend,
+    unified_kv_triton.SUPPORT.name: unified_kv_triton.UnifiedKVTritonBackend,
+    sparse_mqa_cuda.SUPPORT.name: sparse_mqa_cuda.SparseMQACudaBackend,
+}
 BACKEND_NAMES = tuple(_FACTORIES)
+_FASTEST_FIRST = (sparse_mqa_cuda.SUPPORT, unified_kv_triton.SUPPORT, reference.SUPPORT)
 
 
-def choose(name: str, device: torch.device | str) -> tuple[str, str]:
-    """The backend that `name` ("auto" or one of `BACKEND_NAMES`) means on `device`, and the reason.
+def support(name: str) -> KernelSupport:
+    """What the backend `name` runs, without building it.
 
     Raises:
-        ValueError: an unknown name, or one that cannot run here.
+        ValueError: an unknown name.
     """
-    if name == "auto":
-        return "reference", f"the only backend so far; it runs on any device, {torch.device(device).type} too"
-    if name not in BACKEND_NAMES:
-        raise ValueError(f"backend: {name!r}, allowed: auto, {', '.join(BACKEND_NAMES)}")
-    return name, "asked for"
+    for kernel in KERNELS:
+        if kernel.name == name and name in BACKEND_NAMES:
+            return kernel
+    raise ValueError(f"backend: {name!r}, allowed: auto, {', '.join(BACKEND_NAMES)}")
 
 
-def create(name: str, *, device: torch.device | str = "cpu") -> AttentionBackend:
-    """Build the backend that `name` means on `device`; see `choose`."""
-    chosen, reason = choose(name, device)
+def choose(
+    name: str, device: torch.device | str, *, kv_format: str = "fp8", dtype: torch.dtype = torch.bfloat16
+) -> tuple[str, str]:
+    """The backend that `name` ("auto" or one of `BACKEND_NAMES`) means, and the reason.
+
+    Args:
+        device: where the layers run.
+        kv_format: the caches' format, "fp8" or "model".
+        dtype: of the queries.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot run here: what is in the way.
+    """
+    device = torch.device(device)
+    if name != "auto":
+        if obstacle := _obstacle(support(name), device, kv_format, dtype, asked=True):
+            raise ValueError(f"backend {name}: {obstacle}")
+        return name, "asked for"
+    passed_over = []
+    for kernel in _FASTEST_FIRST:
+        obstacle = _obstacle(kernel, device, kv_format, dtype, asked=False)
+        if obstacle is None:
+            return kernel.name, "; ".join(["the fastest that runs here", *passed_over])
+        passed_over.append(f"not {kernel.name}: {obstacle}")
+    raise AssertionError("the reference runs everywhere")
+
+
+def create(
+    name: str,
+    *,
+    device: torch.device | str = "cpu",
+    kv_format: str = "fp8",
+    dtype: torch.dtype = torch.bfloat16,
+) -> AttentionBackend:
+    """Build the backend that `name` means; arguments and errors as `choose` has them."""
+    chosen, reason = choose(name, device, kv_format=kv_format, dtype=dtype)
     _log_choice(chosen, reason)
     return _FACTORIES[chosen]()
+
+
+def _obstacle(
+    kernel: KernelSupport, device: torch.device, kv_format: str, dtype: torch.dtype, *, asked: bool
+) -> str | None:
+    """Why `kernel` cannot run there, None where it can."""
+    if kernel.name == reference.SUPPORT.name:
+        return None
+    interpreted = asked and kernel.name == unified_kv_triton.SUPPORT.name and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"needs a CUDA GPU, the device is {device.type}"
+    if device.type == "cuda":
+        architecture = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+        if architecture not in kernel.architectures:
+            return f"needs {' or '.join(kernel.architectures)}, the GPU is {architecture}"
+    if kv_format != "fp8":
+        return f"reads 'fp8' caches, the KV format is {kv_format!r}"
+    if dtype not in kernel.dtypes:
+        return f"takes queries of {' or '.join(map(str, kernel.dtypes))}, they are {dtype}"
+    missing = [module for module in kernel.modules if not _installed(module)]
+    return f"{' and '.join(missing)} not installed" if missing else None
+
+
+def _installed(module: str) -> bool:
+    package = module.partition(".")[0]
+    if find_spec(package) is None:
+        return False
+    try:
+        return package == module or import_module(module) is not None
+    except ImportError:
+        return False
 
 
 @cache

@@ -18,6 +18,8 @@ class KernelSupport:
     name: str
     architectures: tuple[str, ...]  # CUDA architectures, or ("any",)
     num_heads: tuple[int, ...] | None  # ascending; None where it runs any count exactly
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)  # of the queries
+    modules: tuple[str, ...] = ()  # that must be installed
 
 
 class AttentionBackend(Protocol):
@@ -51,6 +53,10 @@ class AttentionBackend(Protocol):
             o [num_tokens, num_heads, head_dim] in q's dtype, and lse float32 [num_tokens, num_heads]: natural
             logarithm of the summed exponentials, without the sink, -inf for a token without a valid key.
         """
+        ...
+
+    def prewarm(self, num_heads: int, device: torch.device | str) -> None:
+        """Compile and load what `decode` may launch for `num_heads` on `device`, so that no request waits for it."""
         ...
 
 

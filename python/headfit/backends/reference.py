@@ -39,3 +39,6 @@ class ReferenceBackend:
         if self.checked:
             check_indices(regions)
         return sparse_mqa_ref(q=q, regions=regions, attn_sink=attn_sink, softmax_scale=softmax_scale)
+
+    def prewarm(self, num_heads: int, device: torch.device | str) -> None:
+        """See `AttentionBackend.prewarm`: nothing to compile."""

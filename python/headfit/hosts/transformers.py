@@ -92,6 +92,7 @@ def load_model(
     ]
     for layer in layers:
         checkpoint.load_attention(layer)
+    backend.prewarm(layers[0].head_layout.kernel_num_heads, device)
     model = _load_host(checkpoint, config, group, dtype, device)
     for layer, decoder_layer in zip(layers, model.model.layers, strict=True):
         decoder_layer.self_attn = AttentionAdapter(layer)

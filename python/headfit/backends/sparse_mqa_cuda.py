@@ -1,0 +1,36 @@
+"""The Hopper kernel, in CUDA C++ compiled at run time: a rank's exact heads, packed fp8 caches, bfloat16 queries."""
+
+from collections.abc import Callable
+
+import torch
+
+from headfit.backends.base import KernelSupport
+from headfit.backends.exact_heads import ExactHeadsBackend
+
+SUPPORT = KernelSupport(
+    name="sparse_mqa_cuda",
+    architectures=("sm90",),
+    num_heads=None,
+    dtypes=(torch.bfloat16,),
+    modules=("cuda.bindings.nvrtc",),
+)
+
+
+class SparseMQACudaBackend(ExactHeadsBackend):
+    """Runs `sparse_mqa_cuda`. Raises ImportError where the wheels that compile it are missing."""
+
+    name = SUPPORT.name
+    supported_num_heads = SUPPORT.num_heads
+
+    def load_operator(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        from headfit.kernels.nvrtc import Nvrtc
+        from headfit.kernels.sparse_mqa_cuda import sparse_mqa_cuda
+
+        Nvrtc()  # its error names the wheels
+        return sparse_mqa_cuda
+
+    def prewarm(self, num_heads: int, device: torch.device | str) -> None:
+        """See `AttentionBackend.prewarm`."""
+        from headfit.kernels.sparse_mqa_cuda import prewarm_cuda
+
+        prewarm_cuda(num_heads, device)

@@ -1,0 +1,117 @@
+"""The Hopper kernel without a GPU: its launch plans, its arithmetic on the host, what it refuses, that it compiles."""
+
+import ctypes
+import importlib.util
+import random
+
+import pytest
+import torch
+
+from headfit import backends
+from headfit.kernels import sparse_mqa_cuda as kernel
+from headfit.kernels.sparse_mqa_cuda import HEAD_TILES, _divide_by, _Params, plan_launch
+from headfit.testing.cases import KV_FORMATS, Case, make_case
+
+H200 = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7}  # clusters that it holds at once, by size
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 64, 100, 255, 256, 257, 4095, 2**20 + 1, 2**30, 2**31 - 1])
+def test_division_by_multiplication(divisor):
+    magic, shift = _divide_by(divisor)
+    assert magic < 2**32
+    borders = {k * divisor + d for k in (0, 1, 2, 3, (2**31 - 1) // divisor) for d in (-1, 0, 1)}
+    for n in [*borders, 2**31 - 1, *(random.randrange(2**31) for _ in range(500))]:
+        if 0 <= n < 2**31:
+            assert (2 * n % 2**32 * magic >> 32) >> shift == n // divisor
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 12, 16, 24, 32, 40, 64, 127, 128])
+def test_a_plan_holds_every_head_and_fits_the_chip(num_heads):
+    for num_tokens in (1, 2, 7, 8, 30, 32, 64, 100, 132, 133, 256, 4096):
+        for num_keys in (0, 1, 15, 16, 128, 640, 1152, 8320):
+            plan = plan_launch(num_tokens=num_tokens, num_heads=num_heads, num_keys=num_keys, cluster_slots=H200)
+            assert plan.head_tile in HEAD_TILES and plan.head_tile * plan.head_blocks >= num_heads
+            assert plan.head_tile * (plan.head_blocks - 1) < num_heads
+            assert plan.num_items == num_tokens * plan.head_blocks
+            if plan.cluster_size == 1:
+                assert plan.num_blocks == min(plan.num_items, 132)
+            else:
+                assert plan.num_items <= H200[plan.cluster_size] and plan.cluster_size * 16 <= num_keys + 15
+                assert plan.num_blocks == plan.num_items * plan.cluster_size
+                shares = plan.cluster_size * -(-plan.head_tile // plan.cluster_size)
+                assert shares <= kernel._SHARES[plan.head_tile]
+
+
+def test_a_small_batch_fills_more_of_the_chip():
+    one, many = (plan_launch(num_tokens=n, num_heads=16, num_keys=640, cluster_slots=H200).num_blocks for n in (1, 64))
+    assert one >= 16 and many > 100
+
+
+def test_batch_invariant_plans_divide_keys_alike():
+    plans = {
+        (plan.head_tile, plan.head_blocks, plan.cluster_size)
+        for num_tokens in (1, 31, 200)
+        for num_keys in (16, 640, 1152)
+        for plan in [
+            plan_launch(
+                num_tokens=num_tokens,
+                num_heads=24,
+                num_keys=num_keys,
+                cluster_slots=H200,
+                batch_invariant=True,
+            )
+        ]
+    }
+    assert plans == {(32, 1, kernel.INVARIANT_CLUSTER_SIZE)}
+
+
+def test_auto_and_explicit_choice_on_a_cpu():
+    name, reason = backends.choose("auto", "cpu")
+    assert name == "reference" and "sparse_mqa_cuda: needs a CUDA GPU, the device is cpu" in reason
+    for backend in ("sparse_mqa_cuda", "cutlass"):
+        with pytest.raises(
+            ValueError, match=f"{backend}.*(needs a CUDA GPU, the device is cpu|allowed: auto, reference)"
+        ):
+            backends.create(backend)
+    with pytest.raises(ValueError, match="unified_kv_triton: reads 'fp8' caches, the KV format is 'model'"):
+        backends.create("unified_kv_triton", kv_format="model")  # the interpreter runs on a CPU
+
+
+def test_bad_arguments_are_refused_before_anything_is_launched():
+    arguments = make_case(Case(num_heads=8), 1, kv_format=KV_FORMATS["fp8"], dtype=torch.bfloat16)
+    regions = (arguments.pop("window"), arguments.pop("compressed"))
+    other = make_case(Case(num_heads=8), 1, kv_format=KV_FORMATS["model"])["window"]
+    with pytest.raises(TypeError, match="q: dtype"):
+        kernel.sparse_mqa_cuda(**arguments | {"q": arguments["q"].float()}, regions=regions)
+    with pytest.raises(ValueError, match=r"compressed\.pool: kv_format 'model', allowed by the CUDA kernel: 'fp8'"):
+        kernel.sparse_mqa_cuda(**arguments, regions=(regions[0], other))
+    with pytest.raises(ValueError, match="softmax_scale: nan"):
+        kernel.sparse_mqa_cuda(**arguments | {"softmax_scale": float("nan")}, regions=regions)
+    with pytest.raises(ValueError, match=r"out: shape \(3, 4, 512\), allowed: q's \(3, 8, 512\)"):
+        kernel.sparse_mqa_cuda(**arguments, regions=regions, out=arguments["q"][:, :4])
+
+
+def test_an_empty_batch_needs_no_kernel():
+    arguments = make_case(Case(num_tokens=0, num_heads=16), 1, kv_format=KV_FORMATS["fp8"], dtype=torch.bfloat16)
+    regions = (arguments.pop("window"), arguments.pop("compressed"))
+    o, lse = kernel.sparse_mqa_cuda(**arguments, regions=regions)
+    assert o.shape == (0, 16, 512) and lse.shape == (0, 16)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed")
+@pytest.mark.parametrize("clustered", [False, True], ids=["single", "clustered"])
+@pytest.mark.parametrize("tile", HEAD_TILES)
+def test_the_kernel_compiles(tile, clustered, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADFIT_CACHE_DIR", str(tmp_path))
+    cubin = kernel.compile_kernel(tile, clustered)
+    assert cubin[:4] == b"\x7fELF" and list(tmp_path.iterdir())
+
+
+def test_the_parameter_struct_is_packed_as_the_kernels():
+    """A C++ struct of these fields has no hole, so both sides agree on every offset."""
+    end = 0
+    for name, _ in _Params._fields_:
+        field = getattr(_Params, name)
+        assert field.offset == end, name
+        end += field.size
+    assert end == ctypes.sizeof(_Params)
