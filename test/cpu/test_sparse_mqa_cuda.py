@@ -9,7 +9,8 @@ import torch
 
 from headfit import backends
 from headfit.kernels import sparse_mqa_cuda as kernel
-from headfit.kernels.sparse_mqa_cuda import HEAD_TILES, _divide_by, _Params, plan_launch
+from headfit.kernels.packed_regions import division_constants
+from headfit.kernels.sparse_mqa_cuda import HEAD_TILES, _Params, plan_launch
 from headfit.testing.cases import KV_FORMATS, Case, make_case
 
 H200 = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7}  # clusters that it holds at once, by size
@@ -17,7 +18,7 @@ H200 = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7}  # clust
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 64, 100, 255, 256, 257, 4095, 2**20 + 1, 2**30, 2**31 - 1])
 def test_division_by_multiplication(divisor):
-    magic, shift = _divide_by(divisor)
+    magic, shift = division_constants(divisor)
     assert magic < 2**32
     borders = {k * divisor + d for k in (0, 1, 2, 3, (2**31 - 1) // divisor) for d in (-1, 0, 1)}
     for n in [*borders, 2**31 - 1, *(random.randrange(2**31) for _ in range(500))]:
@@ -87,7 +88,9 @@ def test_bad_arguments_are_refused_before_anything_is_launched():
         kernel.sparse_mqa_cuda(**arguments, regions=(regions[0], other))
     with pytest.raises(ValueError, match="softmax_scale: nan"):
         kernel.sparse_mqa_cuda(**arguments | {"softmax_scale": float("nan")}, regions=regions)
-    with pytest.raises(ValueError, match=r"out: shape \(3, 4, 512\), allowed: q's \(3, 8, 512\)"):
+    with pytest.raises(
+        ValueError, match=r"out: torch.bfloat16 \(3, 4, 512\), allowed: q's torch.bfloat16 \(3, 8, 512\)"
+    ):
         kernel.sparse_mqa_cuda(**arguments, regions=regions, out=arguments["q"][:, :4])
 
 

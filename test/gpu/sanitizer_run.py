@@ -10,8 +10,8 @@ from headfit.testing.cases import Case, PackedFp8Format, make_case
 if sys.argv[1] == "racecheck":  # it does not follow one lane's arrival for its warp
     kernel._DEBUG_DEFINES["RACECHECK"] = 1
 for size in (1, 2):
-    kernel.plan_launch = lambda *, num_tokens, num_heads, num_keys, cluster_slots, batch_invariant, size=size: (
-        kernel._layout(8, size, num_tokens, num_heads, cluster_slots)
+    kernel._plan = lambda num_tokens, num_heads, *_, size=size: kernel._layout(
+        8, size, num_tokens, num_heads, kernel._cluster_slots(0)
     )
     case = Case(num_heads=8, num_keys=(128, 100), lengths="ragged", absent=0.2)
     arguments = make_case(case, size, kv_format=PackedFp8Format(), device="cuda", dtype=torch.bfloat16)

@@ -8,13 +8,14 @@ a multiprocessor walks over the tokens. Nothing is read back, so every launch ca
 import ctypes
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 
 import torch
 
 from headfit.kernels.nvrtc import CudaKernel, compile_cubin
-from headfit.kv_cache import HEAD_DIM, KVRegion, PackedFp8Format, PagedPool
+from headfit.kernels.packed_regions import check_packed_regions, division_constants
+from headfit.kv_cache import HEAD_DIM, KVRegion, PagedPool
 
 ARCH = "sm_90a"
 HEAD_TILES = (8, 16, 32)
@@ -153,33 +154,24 @@ def sparse_mqa_cuda(
     """
     num_tokens, num_heads, _ = q.shape
     _check_rows("q", q)
-    names = ("window", "compressed")[: len(regions)]
-    for name, region in zip(names, regions, strict=True):
-        _check_region(name, region, q.device)
+    check_packed_regions("CUDA", q=q, regions=regions, attn_sink=attn_sink, out=out, alignment=16)
     if not (math.isfinite(softmax_scale) and softmax_scale > 0):
         raise ValueError(f"softmax_scale: {softmax_scale}, allowed: a positive number")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
         _check_rows("out", out)
-        if out.shape != q.shape:
-            raise ValueError(f"out: shape {tuple(out.shape)}, allowed: q's {tuple(q.shape)}")
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
-    if num_tokens == 0 or num_heads == 0:
+    if num_tokens == 0:
         return out, lse
 
-    plan = plan_launch(
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_keys=sum(region.indices.shape[1] for region in regions),
-        cluster_slots=_cluster_slots(q.device.index),
-        batch_invariant=batch_invariant,
-    )
+    num_keys = sum(region.indices.shape[1] for region in regions)
+    plan = _plan(num_tokens, num_heads, num_keys, q.device.index, batch_invariant)
     # Held here until the launch has read them: rows that are not contiguous are copied.
     inputs = [(r.pool, _rows(r.indices), r.lengths.contiguous()) for r in regions]
     sink = attn_sink.contiguous()
-    block_magic, block_shift = _divide_by(plan.head_blocks)
-    cluster_magic, cluster_shift = _divide_by(plan.cluster_size)
+    block_magic, block_shift = division_constants(plan.head_blocks)
+    cluster_magic, cluster_shift = division_constants(plan.cluster_size)
     params = _Params(
         region=tuple(_region(*part) for part in inputs),
         q=q.data_ptr(),
@@ -240,6 +232,18 @@ def _kernel(tile: int, clustered: bool) -> CudaKernel:
     return CudaKernel(compile_kernel(tile, clustered), entry="sparse_mqa", max_smem=SHARED_BYTES)
 
 
+@lru_cache(maxsize=4096)
+def _plan(num_tokens: int, num_heads: int, num_keys: int, device: int, batch_invariant: bool) -> LaunchPlan:
+    """`plan_launch` on a device; it takes longer than a launch."""
+    return plan_launch(
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_keys=num_keys,
+        cluster_slots=_cluster_slots(device),
+        batch_invariant=batch_invariant,
+    )
+
+
 @cache
 def _cluster_slots(device: int) -> dict[int, int]:
     """Every kernel takes a whole multiprocessor a block, so one answers for all."""
@@ -250,7 +254,7 @@ def _cluster_slots(device: int) -> dict[int, int]:
 
 
 def _region(pool: PagedPool, indices: torch.Tensor, lengths: torch.Tensor) -> _Region:
-    magic, shift = _divide_by(pool.page_size)
+    magic, shift = division_constants(pool.page_size)
     return _Region(
         pages=pool.buffer.data_ptr(),
         indices=indices.data_ptr(),
@@ -262,17 +266,6 @@ def _region(pool: PagedPool, indices: torch.Tensor, lengths: torch.Tensor) -> _R
         page_shift=shift,
         num_keys=indices.shape[1],
     )
-
-
-@cache
-def _divide_by(divisor: int) -> tuple[int, int]:
-    """(magic, shift) with `n // divisor == ((2 * n * magic) >> 32) >> shift` for every 0 <= n < 2**31.
-
-    With 2**(s-1) < divisor <= 2**s and magic = ceil(2**(31+s) / divisor) < 2**32, the excess of n * magic over
-    n * 2**(31+s) / divisor is below 2**(31+s) / divisor: the quotient cannot round up.
-    """
-    shift = (divisor - 1).bit_length()
-    return -(-(1 << (31 + shift)) // divisor), shift
 
 
 def _rows(indices: torch.Tensor) -> torch.Tensor:
@@ -290,15 +283,3 @@ def _check_rows(name: str, value: torch.Tensor) -> None:
             f"{name}: strides {value.stride()} at address {value.data_ptr():#x}, allowed: contiguous rows that start "
             "at multiples of 16 bytes"
         )
-
-
-def _check_region(name: str, region: KVRegion, device: torch.device) -> None:
-    pool = region.pool
-    if not isinstance(pool.kv_format, PackedFp8Format):
-        raise ValueError(f"{name}.pool: kv_format {pool.kv_format.name!r}, allowed by the CUDA kernel: 'fp8'")
-    if pool.buffer.data_ptr() % 16 or pool.buffer.stride(0) % 16 or pool.buffer.stride(0) >= 1 << 32:
-        place = f"first page at {pool.buffer.data_ptr():#x}, page stride {pool.buffer.stride(0)}"
-        raise ValueError(f"{name}.pool: {place}, allowed: multiples of 16 bytes, the stride below 4 GiB")
-    for part, value in (("pool", pool.buffer), ("indices", region.indices), ("lengths", region.lengths)):
-        if value.device != device:
-            raise ValueError(f"{name}.{part}: on {value.device}, allowed: q's {device}")

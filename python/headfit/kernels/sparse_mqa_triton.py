@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headfit import kv_cache
+from headfit.kernels.packed_regions import check_packed_regions, division_constants
 from headfit.kernels.rounding_triton import rounded
 from headfit.kernels.sparse_mqa_triton_plan import BATCH_INVARIANT_SPLITS, MAX_SPLITS, choose_launch, plan_splits
 from headfit.kv_cache import HEAD_DIM, KVRegion, PackedFp8Format, PagedPool
@@ -417,15 +418,9 @@ def _launch(launch, num_splits, q, regions, attn_sink, softmax_scale, o, lse) ->
 
 
 def _region_arguments(region: KVRegion) -> tuple:
-    """A region's arguments of `_attend`, in order.
-
-    `slot // page_size` is `(2 * slot * magic >> 32) >> shift` for every slot below 2**31, with shift the exponent of
-    the next power of two and magic `ceil(2 ** (31 + shift) / page_size)`, below 2**32 (Granlund and Montgomery 1994).
-    """
+    """A region's arguments of `_attend`, in order."""
     pool, indices, lengths = region.pool, region.indices, region.lengths
-    shift = (pool.page_size - 1).bit_length()
-    magic = -(-(1 << (31 + shift)) // pool.page_size)
-    pages = (pool.buffer, pool.buffer.stride(0), pool.page_size, magic, shift)
+    pages = (pool.buffer, pool.buffer.stride(0), pool.page_size, *division_constants(pool.page_size))
     return (*pages, indices, *indices.stride(), indices.shape[1], lengths, lengths.stride(0))
 
 
@@ -452,26 +447,4 @@ def _is_aligned(q: Tensor, o: Tensor, *buffers: Tensor) -> bool:
 def _check(q: Tensor, regions: tuple[KVRegion, ...], attn_sink: Tensor, out: Tensor | None) -> None:
     if not INTERPRETED and (q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) < (8, 0)):
         raise ValueError(f"q: on {q.device}, allowed: a CUDA device of capability 8.0 or later")
-    if len(regions) not in (1, 2):
-        raise ValueError(f"regions: {len(regions)} of them, allowed: 1 or 2")
-    if q.shape[1] == 0:
-        raise ValueError("q: no heads, allowed: at least 1")
-    if q.stride(2) != 1:
-        raise ValueError(f"q: strides {q.stride()}, allowed: (any, any, 1)")
-    if out is not None:
-        if out.shape != q.shape or out.dtype != q.dtype:
-            raise ValueError(f"out: {out.dtype} {tuple(out.shape)}, allowed: q's {q.dtype} {tuple(q.shape)}")
-        if out.stride(2) != 1:
-            raise ValueError(f"out: strides {out.stride()}, allowed: (any, any, 1)")
-    placed = {"attn_sink": attn_sink} | ({} if out is None else {"out": out})
-    for region, name in zip(regions, ("window", "compressed"), strict=False):
-        pool = region.pool
-        if not isinstance(pool.kv_format, PackedFp8Format):
-            raise ValueError(f"{name}.pool: kv_format {pool.kv_format.name!r}, allowed by the Triton kernel: 'fp8'")
-        if pool.buffer.data_ptr() % 8 or pool.buffer.stride(0) % 8:
-            place = f"first page at {pool.buffer.data_ptr()}, page stride {pool.buffer.stride(0)}"
-            raise ValueError(f"{name}.pool: {place}, allowed: multiples of 8 bytes")
-        placed |= {f"{name}.pool": pool.buffer, f"{name}.indices": region.indices, f"{name}.lengths": region.lengths}
-    for name, value in placed.items():
-        if value.device != q.device:
-            raise ValueError(f"{name}: on {value.device}, allowed: q's {q.device}")
+    check_packed_regions("Triton", q=q, regions=regions, attn_sink=attn_sink, out=out, alignment=8)
