@@ -1,0 +1,47 @@
+"""The README's measured figures are those of `benchmark/results/`."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmark"))
+report = importlib.import_module("decode_kernel_report")
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULT = json.loads((ROOT / "benchmark/results/decode_kernel-h200.json").read_text(encoding="utf-8"))
+CELLS = {
+    (cell[0]["keys_extra"], cell[0]["compress_ratio"], cell[0]["batch"], cell[0]["num_heads"]): cell
+    for cell in report.cells(RESULT["rows"])
+}
+OURS = "sparse_mqa_cuda"
+
+
+def test_decode_table():
+    rows = re.findall(r"^\| (\d+) \|((?: [\d.]+ \|){6})$", README, re.MULTILINE)
+    assert [int(batch) for batch, _ in rows] == [1, 8, 32, 64, 128, 256]
+    for batch, cells in rows:
+        ours = [CELLS[512, 4, int(batch), heads] for heads in (8, 16, 32, 64)]
+        expected = [report.own_row(cell, OURS)["us_median"] for cell in ours] + [*report.peer_times(ours[0]).values()]
+        assert [float(cell) for cell in cells.split("|")[:-1]] == [round(value, 1) for value in expected]
+
+
+def test_decode_sentences():
+    summary = report.summarise(RESULT["rows"])
+    text = " ".join(README.split())
+    means = [summary[OURS][heads]["geomean"] for heads in ("8", "16", "32", "64")]
+    assert "{:.2f} times faster with 8 heads, {:.2f} with 16, {:.2f} with 32, {:.2f} with 64".format(*means) in text
+    assert "slower on no shape" in text and not any(summary[OURS][heads]["slower"] for heads in summary[OURS])
+    triton = [summary["unified_kv_triton"][heads]["geomean"] for heads in ("8", "16", "32", "64")]
+    assert "{:.2f}, {:.2f}, {:.2f} and {:.2f} times FlashMLA's speed".format(*triton) in text
+    worst = max(row["rel_err"] for row in RESULT["rows"] if row["backend"] == OURS)
+    assert f"at most {worst:.1e}".replace("e-0", "e-") in text
+
+    def share(extra: int, batch: int, heads: int) -> str:
+        row = report.own_row(CELLS[extra, 4, batch, heads], OURS)
+        return f"{report.share_of_floor(row, RESULT['null_us']):.0%}"
+
+    assert f"runs at {share(1024, 256, 8)} (8 heads) and {share(1024, 256, 16)} (16) of the time" in text
+    assert f"with 128 + 512 keys at {share(512, 128, 8)} and {share(512, 128, 16)}" in text
