@@ -131,12 +131,12 @@ def test_row_04_random_shapes():
 def test_queries_without_a_norm():
     """|q| up to 300: nothing overflows, and the error stays in bounds."""
     backend = backends.create("sparse_mqa_cuda", device="cuda")
-    for magnitude in (1e-30, 1e-3, 30.0, 100.0):
+    for magnitude in (1e-30, 1e-3, 10.0, 100.0):
         arguments = make_case(Case(num_keys=(128, 200)), 3, kv_format=FP8, device="cuda", dtype=BF16)
         arguments["q"] = arguments["q"] * magnitude
         o, _ = backend.decode(**arguments)
         expected, _ = backend_checks.reference_float64(**arguments)
-        assert o.isfinite().all() and relative_norm(o, expected) < 2e-2, magnitude
+        assert o.isfinite().all() and relative_norm(o, expected) <= BF16_OUTPUT.relative, magnitude
 
 
 def test_nothing_is_compiled_after_prewarm(monkeypatch):
