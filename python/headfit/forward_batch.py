@@ -50,6 +50,7 @@ class ForwardBatch:
     window_lengths: torch.Tensor  # int32 [num_tokens]
     visible_entries: dict[int, torch.Tensor]  # by ratio: int32 [num_tokens], entries complete at each token
     max_entries: dict[int, int]  # by ratio: no token sees more
+    entry_lengths: dict[int, torch.Tensor]  # by ratio: int32 [num_tokens], entries that each token attends to
     entry_plans: dict[int, EntryPlan]
     query_blocks: tuple[QueryBlock, ...]
 
@@ -136,6 +137,9 @@ class ForwardBatch:
     @classmethod
     def _build(cls, cache: ModelCache, *, positions, request_slots, entry_plans, max_entries, query_blocks):
         seen = positions[:, None] - torch.arange(cache.window, device=cache.device)
+        visible = {ratio: ((positions + 1) // ratio).int() for ratio in entry_plans}
+        # One tensor for all layers of a ratio: a backend that plans by lengths then plans once a step.
+        most = max_entries | {INDEXED_RATIO: cache.config.index_topk}
         return cls(
             cache=cache,
             positions=positions,
@@ -143,8 +147,9 @@ class ForwardBatch:
             window_writes=cache.window_slots(request_slots, positions),
             window_indices=cache.window_slots(request_slots[:, None], seen).int(),
             window_lengths=(positions + 1).clamp(0, cache.window).int(),
-            visible_entries={ratio: ((positions + 1) // ratio).int() for ratio in entry_plans},
+            visible_entries=visible,
             max_entries=max_entries,
+            entry_lengths={ratio: entries.clamp(max=most[ratio]) for ratio, entries in visible.items()},
             entry_plans=entry_plans,
             query_blocks=query_blocks,
         )

@@ -316,6 +316,10 @@ class KVRegion:
     indices: Tensor
     lengths: Tensor
 
+    def rows(self, rows: slice) -> "KVRegion":
+        """The region of the query tokens `rows`."""
+        return KVRegion(self.pool, self.indices[rows], self.lengths[rows])
+
     def within_length(self) -> Tensor:
         """bool [num_tokens, num_keys]: which indices are read."""
         return torch.arange(self.indices.shape[1], device=self.indices.device) < self.lengths[:, None]

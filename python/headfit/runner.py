@@ -1,7 +1,12 @@
-"""Prefill and batched decode over a transformers host: no scheduler, no server, a list of prompts in, texts out."""
+"""Prefill and batched decode over a transformers host: no scheduler, no server, a list of prompts in, texts out.
 
+On a GPU decode steps are replayed CUDA graphs (`headfit.hosts.recorded_decode`); prefill runs eagerly.
+"""
+
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -10,8 +15,11 @@ from transformers import DeepseekV4ForCausalLM, TemperatureLogitsWarper, TopPLog
 from headfit.config import check_integer
 from headfit.distributed import AttnTPGroup
 from headfit.forward_batch import ForwardBatch
-from headfit.hosts.transformers import forward
+from headfit.hosts.recorded_decode import CudaGraphRecorder, RecordedDecode
+from headfit.hosts.transformers import forward, graph_obstacle
 from headfit.model_cache import ModelCache
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +72,29 @@ class Runner:
         cache: its request slots bound how many sequences run at a time, further prompts wait; its `max_chunk` bounds
             how many tokens of a prompt one prefill step takes.
         group: rank 0's sampled tokens are the ones that count.
+        cuda_graphs: decode by captured CUDA graphs. None: where the model's step can be captured, and eagerly
+            elsewhere, for a reason that is logged; False: eagerly.
+
+    Raises:
+        ValueError: `cuda_graphs` True where a step cannot be captured: what is in the way.
     """
 
-    def __init__(self, model: DeepseekV4ForCausalLM, cache: ModelCache, *, group: AttnTPGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: DeepseekV4ForCausalLM,
+        cache: ModelCache,
+        *,
+        group: AttnTPGroup | None = None,
+        cuda_graphs: bool | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.group = group or AttnTPGroup()
+        obstacle = "asked for" if cuda_graphs is False else graph_obstacle(model)
+        if cuda_graphs and obstacle:
+            raise ValueError(f"cuda_graphs: True, but {obstacle}; allowed here: None, False")
+        logger.info("decode: %s", f"eager ({obstacle})" if obstacle else "CUDA graphs")
+        self.recorded = None if obstacle else RecordedDecode(model, cache, partial(CudaGraphRecorder, cache.device))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, progress: bool = False
@@ -114,7 +139,7 @@ class Runner:
         while running := [sequence for sequence in sequences if sequence.answer.finish_reason is None]:
             bar.update(len(sequences) - len(running))
             sequences = running
-            logits = self._step(sequences, [[sequence.last_token] for sequence in sequences])
+            logits = self._decode(sequences)
             self._sample(sequences, logits, sampling)
         bar.update(len(sequences))
 
@@ -127,6 +152,19 @@ class Runner:
             done = [i for i, sequence in enumerate(waiting) if sequence.cached == len(sequence.prompt)]
             self._sample([waiting[i] for i in done], logits[done], sampling)
             waiting = [sequence for sequence in waiting if sequence.cached < len(sequence.prompt)]
+
+    def _decode(self, sequences: list[_Sequence]) -> torch.Tensor:
+        """Run the last token of each sequence; the logits behind them, [num_seqs, vocab_size]."""
+        if self.recorded is None:
+            return self._step(sequences, [[sequence.last_token] for sequence in sequences])
+        logits = self.recorded(
+            tokens=[sequence.last_token for sequence in sequences],
+            request_slots=[sequence.slot for sequence in sequences],
+            positions=[sequence.cached for sequence in sequences],
+        )
+        for sequence in sequences:
+            sequence.cached += 1
+        return logits
 
     def _step(self, sequences: list[_Sequence], chunks: list[Sequence[int]]) -> torch.Tensor:
         """Run `chunks[i]` of each sequence; the logits behind each chunk's last token, [num_seqs, vocab_size]."""

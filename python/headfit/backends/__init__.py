@@ -21,11 +21,14 @@ KERNELS: tuple[KernelSupport, ...] = (
 )
 _FACTORIES = {
     reference.SUPPORT.name: reference.ReferenceBackend,
+    flashmla.SUPPORT.name: flashmla.FlashMLABackend,
     unified_kv_triton.SUPPORT.name: unified_kv_triton.UnifiedKVTritonBackend,
     sparse_mqa_cuda.SUPPORT.name: sparse_mqa_cuda.SparseMQACudaBackend,
 }
 BACKEND_NAMES = tuple(_FACTORIES)
-_FASTEST_FIRST = (sparse_mqa_cuda.SUPPORT, unified_kv_triton.SUPPORT, reference.SUPPORT)
+_FASTEST_FIRST = (sparse_mqa_cuda.SUPPORT, flashmla.SUPPORT, unified_kv_triton.SUPPORT, reference.SUPPORT)
+# A choice before the batch is known: where exact heads beat padded ones at every measured batch, padding is not taken.
+_NOT_BY_AUTO = {(flashmla.SUPPORT.name, "sm90"): "padded heads, measured slower than exact ones on sm90"}
 
 
 def support(name: str) -> KernelSupport:
@@ -73,11 +76,22 @@ def create(
     device: torch.device | str = "cpu",
     kv_format: str = "fp8",
     dtype: torch.dtype = torch.bfloat16,
+    max_batch: int | None = None,
 ) -> AttentionBackend:
-    """Build the backend that `name` means; arguments and errors as `choose` has them."""
+    """Build the backend that `name` means; arguments and errors as `choose` has them.
+
+    Args:
+        max_batch: sequences that decode at a time. Where "auto" takes a padding backend, it then plans with the head
+            count that was measured fastest there, instead of the smallest that holds a rank's heads.
+    """
     chosen, reason = choose(name, device, kv_format=kv_format, dtype=dtype)
     _log_choice(chosen, reason)
-    return _FACTORIES[chosen]()
+    if chosen != flashmla.SUPPORT.name:
+        return _FACTORIES[chosen]()
+    counts = flashmla.SUPPORT.num_heads
+    if name == "auto" and max_batch is not None:
+        counts = flashmla.measured_num_heads(flashmla.architecture(device), max_batch)
+    return flashmla.FlashMLABackend(device=device, num_heads=counts)
 
 
 def _obstacle(
@@ -93,10 +107,14 @@ def _obstacle(
         architecture = "sm{}{}".format(*torch.cuda.get_device_capability(device))
         if architecture not in kernel.architectures:
             return f"needs {' or '.join(kernel.architectures)}, the GPU is {architecture}"
+        if not asked and (reason := _NOT_BY_AUTO.get((kernel.name, architecture))):
+            return reason
     if kv_format != "fp8":
         return f"reads 'fp8' caches, the KV format is {kv_format!r}"
     if dtype not in kernel.dtypes:
         return f"takes queries of {' or '.join(map(str, kernel.dtypes))}, they are {dtype}"
+    if kernel.name == flashmla.SUPPORT.name:
+        return flashmla.obstacle()
     missing = [module for module in kernel.modules if not _installed(module)]
     return f"{' and '.join(missing)} not installed" if missing else None
 

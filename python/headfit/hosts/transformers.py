@@ -6,6 +6,7 @@ keyword arguments that it does not know down to each layer's `self_attn`, which 
 
 import importlib.util
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -52,6 +53,11 @@ class _HostModel(DeepseekV4ForCausalLM):
         for layer in self.model.layers:
             layer.self_attn = nn.Module()
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers looks for its decorator in the source of the class's module, which is ours here.
+        return DeepseekV4ForCausalLM._can_set_experts_implementation()
+
     def save_pretrained(self, *args: object, **kwargs: object) -> None:
         """Refused: attention holds one rank's slices, under other names than transformers reads."""
         raise NotImplementedError("a model with headfit's attention cannot be saved; keep the checkpoint it came from")
@@ -96,6 +102,7 @@ def load_model(
     model = _load_host(checkpoint, config, group, dtype, device)
     for layer, decoder_layer in zip(layers, model.model.layers, strict=True):
         decoder_layer.self_attn = AttentionAdapter(layer)
+    model.attention_step = getattr(backend, "step", nullcontext)
     return model.eval().requires_grad_(False)
 
 
@@ -118,6 +125,7 @@ def _load_host(checkpoint: Checkpoint, config: DeepSeekV4Config, group: AttnTPGr
         folder,
         config=hf_config,
         dtype=dtype,
+        experts_implementation=_experts_implementation(dtype, device),
         **placement,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported in `info`, with names, and refused here
@@ -130,6 +138,21 @@ def _load_host(checkpoint: Checkpoint, config: DeepSeekV4Config, group: AttnTPGr
             # Norm weights stay float32; transformers 5.17 lets them widen the output too.
             module.register_forward_hook(lambda module, inputs, output: output.to(inputs[0].dtype))
     return model
+
+
+def _experts_implementation(dtype: torch.dtype, device: torch.device | str) -> str:
+    """How transformers runs the routed experts: as grouped products where those never wait for the device."""
+    return "grouped_mm" if torch.device(device).type == "cuda" and dtype == torch.bfloat16 else "eager"
+
+
+def graph_obstacle(model: DeepseekV4ForCausalLM) -> str | None:
+    """Why a step of `model` cannot be captured in a CUDA graph, None where it can."""
+    if model.device.type != "cuda":
+        return f"the device is {model.device.type}"
+    implementation = model.config._experts_implementation
+    if implementation != "grouped_mm":
+        return f"the experts run as {implementation!r}, which waits for the device ({model.dtype})"
+    return None
 
 
 def experts_shard_over(size: int) -> tuple[bool, str]:
@@ -160,6 +183,8 @@ def forward(
 ) -> torch.Tensor:
     """One step of the model over a flat batch.
 
+    One step of the attention backend too, where it has such: what it plans for lengths is shared by the layers.
+
     Args:
         input_ids: int [num_tokens], sequence after sequence as in `forward_batch`.
         logits_for: rows to compute logits for; all where None.
@@ -168,12 +193,13 @@ def forward(
         logits [num rows, vocab_size].
     """
     rows = logits_for if logits_for is not None else 0
-    return model(
-        input_ids=input_ids[None],
-        position_ids=forward_batch.positions[None],
-        # A dictionary is taken as ready-made masks, and attention needs none.
-        attention_mask={"sliding_attention": None},
-        use_cache=False,
-        logits_to_keep=rows,
-        forward_batch=forward_batch,
-    ).logits[0]
+    with getattr(model, "attention_step", nullcontext)():
+        return model(
+            input_ids=input_ids[None],
+            position_ids=forward_batch.positions[None],
+            # A dictionary is taken as ready-made masks, and attention needs none.
+            attention_mask={"sliding_attention": None},
+            use_cache=False,
+            logits_to_keep=rows,
+            forward_batch=forward_batch,
+        ).logits[0]

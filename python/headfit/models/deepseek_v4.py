@@ -20,6 +20,8 @@ from headfit.model_cache import INDEXED_RATIO, LayerCache
 
 FP8_LINEARS = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")
 """Linears whose weights a checkpoint may hold in block-scaled fp8."""
+MAX_PADDED_BYTES = 2**27
+"""Of the padded queries that one forward holds at a time, and of the padded attention output as much again."""
 
 
 class MQALayer(nn.Module):
@@ -156,7 +158,6 @@ class MQALayer(nn.Module):
         kernels = self._input_kernels(x, cache)
         cos_sin = self.rotary(positions)
         q_lora = self.q_norm(self.wq_a(x, x_quant))
-        q = self._queries(q_lora, cos_sin, kernels)
         kernels.store_kv(
             kv=self.wkv(x, x_quant),
             norm_weight=self.kv_norm.weight,
@@ -165,14 +166,14 @@ class MQALayer(nn.Module):
             slots=forward_batch.window_writes,
             pool=cache.window,
         )
-        o, _ = self.backend.decode(
-            q=q,
+        o = self._attend(
+            q_lora,
+            cos_sin,
+            kernels,
             window=KVRegion(cache.window, forward_batch.window_indices, forward_batch.window_lengths),
             compressed=self._compressed(x, q_lora, positions, forward_batch, cache, kernels),
-            attn_sink=self._attn_sink_local,
-            softmax_scale=self.softmax_scale,
         )
-        o = apply_rope(o[:, : self.head_layout.num_local_heads], cos_sin, inverse=True)
+        o = apply_rope(o, cos_sin, inverse=True)
         grouped = o.reshape(x.shape[0], self.num_local_groups, self.group_width)
         return self.group.all_reduce(self.wo_b(self.wo_a(grouped)))
 
@@ -184,6 +185,30 @@ class MQALayer(nn.Module):
             kv_format=cache.window.kv_format,
             rope_dim=self.rotary.rope_dim,
         )
+
+    def _attend(self, q_lora: torch.Tensor, cos_sin, kernels: InputKernels, *, window, compressed) -> torch.Tensor:
+        """The attention output of this rank's heads, [num_tokens, num_local_heads, head_dim].
+
+        Padded queries and their padded output exist for at most `MAX_PADDED_BYTES` of tokens at a time.
+        """
+        layout, num_tokens = self.head_layout, q_lora.shape[0]
+        step = num_tokens
+        if layout.is_padded:
+            step = max(1, MAX_PADDED_BYTES // (layout.kernel_num_heads * self.head_dim * q_lora.element_size()))
+        parts = []
+        for start in range(0, max(1, num_tokens), max(1, step)):
+            rows = slice(start, start + step)
+            # Whole regions where one part is all: what a backend plans for their tensors is then shared by the layers.
+            whole = num_tokens <= step
+            o, _ = self.backend.decode(
+                q=self._queries(q_lora[rows], tuple(part[rows] for part in cos_sin), kernels),
+                window=window if whole else window.rows(rows),
+                compressed=compressed if whole or compressed is None else compressed.rows(rows),
+                attn_sink=self._attn_sink_local,
+                softmax_scale=self.softmax_scale,
+            )
+            parts.append(o[:, : layout.num_local_heads])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _queries(self, q_lora: torch.Tensor, cos_sin, kernels: InputKernels) -> torch.Tensor:
         """Normed and rotated queries [num_tokens, kernel_num_heads, head_dim]; padding heads are left unwritten."""
@@ -222,7 +247,7 @@ class MQALayer(nn.Module):
             entries = torch.arange(forward_batch.max_entries[ratio], device=x.device)
             entries = torch.where(entries < visible[:, None], entries, -1)
         slots = forward_batch.cache.entry_slots(ratio, forward_batch.request_slots[:, None], entries)
-        return KVRegion(cache.compressed, slots.int(), visible.clamp(max=entries.shape[1]))
+        return KVRegion(cache.compressed, slots.int(), forward_batch.entry_lengths[ratio])
 
     def _check(self, x, positions, forward_batch: ForwardBatch, x_quant: Quantized | None) -> None:
         num_tokens = forward_batch.num_tokens

@@ -1,0 +1,67 @@
+"""Write the padding table that the `flashmla` backend's `auto` choice reads, out of a measurement of the peer.
+
+    python benchmark/decode_kernel.py --backends flashmla --heads 16 --out flashmla-h200.json
+    python benchmark/flashmla_padding.py flashmla-h200.json --architecture sm90
+
+Replaces the table's rows of that architecture; those of others stay.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import headfit.backends
+from headfit.backends.flashmla import SUPPORT
+
+TABLE = Path(headfit.backends.__file__).parent / "flashmla_padding.json"
+PROVENANCE = ("gpu", "torch", "flash_mla", "commit", "date", "command")
+SHAPE = ("keys_window", "keys_extra", "compress_ratio", "batch")
+
+
+def table_of(result: dict[str, Any]) -> dict[str, Any]:
+    """One architecture's entry: provenance, and a row a shape with microseconds by kernel head count.
+
+    Raises:
+        ValueError: not a `decode_kernel` result, or a shape without a time at every head count.
+    """
+    if result.get("benchmark") != "decode_kernel":
+        raise ValueError(f"benchmark: {result.get('benchmark')!r}, allowed: 'decode_kernel'")
+    times: dict[tuple, dict[str, float]] = {}
+    for row in result["rows"]:
+        if row["backend"] == SUPPORT.name:
+            times.setdefault(tuple(row[name] for name in SHAPE), {})[str(row["kernel_num_heads"])] = row["us_median"]
+    for shape, us in times.items():
+        if any(us.get(str(count)) is None for count in SUPPORT.num_heads):
+            raise ValueError(
+                f"rows: {dict(zip(SHAPE, shape, strict=True))} has {us}, allowed: a time of each head count"
+            )
+    if not times:
+        raise ValueError(f"rows: none of {SUPPORT.name}, allowed: one or more")
+    rows = [dict(zip(SHAPE, shape, strict=True)) | {"us": us} for shape, us in times.items()]
+    return {name: result[name] for name in PROVENANCE} | {"rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Update the table; exit code 0, 2 for bad input."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path, help="JSON that decode_kernel.py wrote")
+    parser.add_argument("--architecture", choices=SUPPORT.architectures, required=True, help="of the measured GPU")
+    parser.add_argument("--table", type=Path, default=TABLE, help="default: the packaged one")
+    args = parser.parse_args(argv)
+    try:
+        entry = table_of(json.loads(args.result.read_text()))
+        table = json.loads(args.table.read_text()) if args.table.exists() else {"architectures": {}}
+    except (OSError, ValueError, KeyError) as error:
+        print(f"flashmla_padding: {error}", file=sys.stderr)
+        return 2
+    table["architectures"][args.architecture] = entry
+    args.table.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
+    print(f"wrote {args.table}: {len(entry['rows'])} rows of {args.architecture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""One `MQALayer` decode step at the released models' widths: padded to all heads, padded least, and exact.
+
+    python benchmark/mqa_layer.py --out benchmark/results/mqa_layer-h200.json
+    python benchmark/mqa_layer.py --plot benchmark/results/mqa_layer-h200.json
+
+Any rank of an attention-TP group is built on one GPU, without its all-reduce. Shapes: every model, group size, compress
+ratio, context and batch below; weights are random bfloat16, caches packed fp8 and random, all sequences as long as the
+context. Arms: FlashMLA padded to the model's `num_heads` (before), FlashMLA padded least, and the exact-head kernels.
+
+Each arm's output is first compared with the reference backend's; an arm that is wrong gets no time and the exit code is
+1. Timed is a CUDA graph of one step over `NUM_LAYERS` layers with weights and caches of their own, L2 flushed before
+each replay; microseconds, launches (kernels, copies and fills) and temporary memory are of one layer. What layers of a
+step share (FlashMLA's scheduling metadata) is in them by its share. Prints a table, and last one JSON line.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, Protocol
+
+import mqa_layer_report as report
+import torch
+from decode_kernel import default_path as kernel_path
+from decode_kernel import git_commit, version_of
+from mqa_layer_inputs import MODELS, DecodeStep, Shape, make_config
+
+from headfit import backends
+from headfit.backends.base import AttentionBackend
+from headfit.backends.flashmla import FlashMLABackend
+from headfit.backends.reference import ReferenceBackend
+from headfit.config import DeepSeekV4Config
+from headfit.testing.measure import relative_norm
+from headfit.testing.timing import ColdTimer, Timing
+
+SIZES, RATIOS, CONTEXTS, BATCHES = (1, 2, 4, 8), (0, 4, 128), (4096, 65536), (1, 8, 32, 64, 128, 256)
+QUICK = {"attn_tp": [1, 8], "context": [4096], "batch": [1, 32, 128]}
+NUM_LAYERS = 8
+ERROR_LIMIT = 1e-2  # relative norm: bfloat16 attention outputs through the output projections
+EXACT = ("sparse_mqa_cuda", "unified_kv_triton")
+
+
+class Meter(Protocol):
+    """Measures a step."""
+
+    def time(self, step: Callable[[], object]) -> Timing:
+        """Microseconds of a captured step."""
+
+    def launches(self, step: Callable[[], object]) -> int:
+        """Kernels, copies and fills of a step."""
+
+    def temporary_bytes(self, step: Callable[[], object]) -> int:
+        """Memory that a step takes and gives back, at its highest."""
+
+
+class GpuMeter:
+    """Measures on the current GPU."""
+
+    def __init__(self, *, replays: int) -> None:
+        self._timer = ColdTimer(replays=replays)
+
+    def time(self, step: Callable[[], object]) -> Timing:
+        return self._timer([step])
+
+    def launches(self, step: Callable[[], object]) -> int:
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+    def temporary_bytes(self, step: Callable[[], object]) -> int:
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def measure_shape(
+    shape: Shape, arms: Sequence[AttentionBackend], meter: Meter, *, config: DeepSeekV4Config, device: str
+) -> Iterator[report.Row]:
+    """A row an arm whose kernel holds the rank's heads. A red row has no time, and no error where it is NaN."""
+    step = DecodeStep(shape, config, device=device)
+    step.use(ReferenceBackend())
+    expected = step.one_layer()
+    num_local_heads = config.num_heads // shape.attn_tp_size
+    for backend in arms:
+        if backend.supported_num_heads is not None and max(backend.supported_num_heads) < num_local_heads:
+            continue
+        kernel_heads = step.use(backend)
+        error = relative_norm(step.one_layer(), expected)
+        row = shape.fields | {"num_local_heads": num_local_heads, "backend": backend.name}
+        row |= {"kernel_num_heads": kernel_heads} | dict.fromkeys(report.MEASURED_FIELDS)
+        if error <= ERROR_LIMIT:
+            timing, layers = meter.time(step.all_layers), len(step.layers)
+            for name in ("us_median", "us_min", "us_max"):
+                row[name] = round(getattr(timing, name) / layers, 3)
+            row["launches"] = round(meter.launches(step.all_layers) / layers, 3)
+            row["temporary_bytes"] = meter.temporary_bytes(step.one_layer)
+        else:
+            print(f"RED: {row}: relative error {error:.3g}, allowed {ERROR_LIMIT:.3g}", flush=True)
+        yield row | {"rel_err": error if error < float("inf") else None}
+
+
+def load_arms(num_heads: int, asked: Sequence[str] | None) -> list[AttentionBackend]:
+    """The asked backends on this GPU; for None all that run here, saying which do not.
+
+    FlashMLA comes once a head count: those that hold the fewest heads, and the model's `num_heads`.
+
+    Raises:
+        ValueError: an asked backend does not run here, or none does.
+    """
+    arms: list[AttentionBackend] = []
+    for name in asked or ("flashmla", *EXACT):
+        try:
+            if name == "flashmla":
+                counts = sorted({min(backends.support(name).num_heads), num_heads})
+                arms += [FlashMLABackend(num_heads=(count,)) for count in counts]
+            else:
+                arms.append(backends.create(name, device="cuda"))
+        except (ValueError, ImportError) as error:
+            if asked:
+                raise ValueError(f"--backends: {error}") from error
+            print(f"left out: {name}: {error}")
+    if not arms:
+        raise ValueError(f"no backend runs here, allowed: flashmla, {', '.join(EXACT)}")
+    return arms
+
+
+def shapes_of(args: argparse.Namespace) -> list[Shape]:
+    """Every asked shape."""
+    return [
+        Shape(model, size, ratio, context, batch)
+        for model in args.model
+        for size in args.attn_tp
+        for ratio in args.ratio
+        for context in args.context
+        for batch in args.batch
+    ]
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace, meter: Meter) -> dict[str, Any]:
+    """Measure every asked shape, print the table on the way, and return the result."""
+    gpu = torch.cuda.get_device_name()
+    arms = {model: load_arms(MODELS[model]["num_attention_heads"], args.backends) for model in args.model}
+    print(f"{gpu}; seed {args.seed}\n{report.table_header()}", flush=True)
+    rows: list[report.Row] = []
+    for shape in shapes_of(args):
+        config = make_config(shape.model, shape.compress_ratio, NUM_LAYERS)
+        try:
+            measured = list(measure_shape(shape, arms[shape.model], meter, config=config, device="cuda"))
+        except torch.cuda.OutOfMemoryError:
+            print(f"left out: {shape.fields}: does not fit this GPU's memory", flush=True)
+            continue
+        for line in report.table_lines(measured):
+            print(line, flush=True)
+        rows += measured
+        torch.cuda.empty_cache()
+    return {
+        "benchmark": "mqa_layer",
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "flash_mla": version_of("flash_mla"),
+        "commit": args.commit or git_commit(),
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "seed": args.seed,
+        "num_layers": NUM_LAYERS,
+        "rows": rows,
+    }
+
+
+def default_path(gpu: str) -> Path:
+    """benchmark/results/mqa_layer-<gpu>.json."""
+    path = kernel_path(gpu)
+    return path.with_name(path.name.replace("decode_kernel", "mqa_layer"))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; `args.whole` says that nothing restricts the run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", choices=list(MODELS))
+    parser.add_argument("--attn-tp", nargs="+", type=int, choices=SIZES)
+    parser.add_argument("--ratio", nargs="+", type=int, choices=RATIOS, help="compress ratio, 0: window only")
+    parser.add_argument("--context", nargs="+", type=int, choices=CONTEXTS)
+    parser.add_argument("--batch", nargs="+", type=int, choices=BATCHES)
+    parser.add_argument("--backends", nargs="+", choices=("flashmla", *EXACT), help="default: all that run here")
+    parser.add_argument("--quick", action="store_true", help="a few shapes; the options above still count")
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--commit", help="recorded in the result; default: what git says")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="default: from the clock")
+    parser.add_argument("--out", type=Path, help="default: results/mqa_layer-<gpu>.json, for a whole run")
+    parser.add_argument("--plot", type=Path, metavar="JSON", help="only plot this result, beside it or to --out")
+    args = parser.parse_args(argv)
+    everything = {"model": MODELS, "attn_tp": SIZES, "ratio": RATIOS, "context": CONTEXTS, "batch": BATCHES}
+    args.whole = not (args.quick or args.backends or any(getattr(args, name) for name in everything))
+    for name, values in everything.items():
+        chosen = getattr(args, name) or (QUICK.get(name) if args.quick else None) or list(values)
+        setattr(args, name, list(dict.fromkeys(chosen)))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run or plot; exit code 0, 1 where a check was red, 2 for bad input."""
+    args = parse_arguments(argv)
+    try:
+        if args.plot:
+            print(f"wrote {report.plot_file(args.plot, args.out)}")
+            return 0
+        if not torch.cuda.is_available():
+            raise ValueError("a run needs a CUDA GPU, and torch finds none; --plot needs none")
+        torch.manual_seed(args.seed)
+        start = time.perf_counter()
+        result = run(args, GpuMeter(replays=args.replays))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"mqa_layer: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([*report.summary_lines(result["rows"]), f"{time.perf_counter() - start:.0f} s"]))
+    path = args.out or (default_path(result["gpu"]) if args.whole else None)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    print(f"wrote {path}" if path else "not written: only a whole run is, without --out")
+    summary = report.summarise(result["rows"])
+    print(json.dumps({name: value for name, value in result.items() if name != "rows"} | {"summary": summary}))
+    return int(any(row["us_median"] is None for row in result["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
