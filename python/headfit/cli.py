@@ -1,4 +1,4 @@
-"""The `headfit` command: generate, plan, doctor.
+"""The `headfit` command: generate, plan, doctor, eval.
 
 Nothing heavy is imported before a command needs it: `--help` needs the standard library only, `plan` no transformers.
 """
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_streams()
     try:
         with unwinding_at_signals():
-            args = _parser().parse_args(argv)
+            args = parse(argv)
             code = args.run(args)
             sys.stdout.flush()
             return code
@@ -56,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except Exception as error:
         return _fail(str(error) if isinstance(error, RankError) else describe(error), FAILED)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What a command line asks for. Raises InputError."""
+    return _parser().parse_args(argv)
 
 
 def _fail(message: str, code: int) -> int:
@@ -88,10 +93,11 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="headfit", description="DeepSeek-V4 attention under tensor parallelism.", epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"headfit {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | plan | doctor")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | plan | doctor | eval")
     _add_generate(commands)
     _add_plan(commands)
     _add_doctor(commands)
+    _add_eval(commands)
     return parser
 
 
@@ -102,10 +108,14 @@ def _add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], i
     return parser
 
 
-def _add_run_options(parser: argparse.ArgumentParser, model: str | None) -> None:
+def _add_model(parser: argparse.ArgumentParser, default: str | None) -> None:
+    text = "checkpoint folder; tiny is the one packaged with headfit"
+    parser.add_argument("--model", default=default, metavar="PATH|tiny", help=text)
+
+
+def _add_run_options(parser: argparse._ActionsContainer) -> None:
     """Options that decide what a rank holds in memory."""
     add = parser.add_argument
-    add("--model", default=model, metavar="PATH|tiny", help="checkpoint folder; tiny is the one packaged with headfit")
     add("--attn-tp", type=_integer(1), default=1, metavar="N", help="attention-TP ranks, a process each (default 1)")
     add("--backend", default="auto", help="auto, or a backend that `headfit doctor` lists (default auto)")
     add("--kv-format", choices=("auto", "model", "fp8"), default="auto", help="auto: model on CPU, fp8 on CUDA")
@@ -121,7 +131,8 @@ def _add_generate(commands: Any) -> None:
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
     prompts.add_argument("--prompts-file", metavar="FILE", help="UTF-8, one prompt a line; a blank line is an error")
-    _add_run_options(parser, "tiny")
+    _add_model(parser, "tiny")
+    _add_run_options(parser)
     add = parser.add_argument
     add("--raw", action="store_true", help="give prompts to the model as they are, without its chat template")
     add("--max-new-tokens", type=_integer(1), default=128, metavar="N", help="longest answer (default 128)")
@@ -145,7 +156,24 @@ def _add_plan(commands: Any) -> None:
 def _add_doctor(commands: Any) -> None:
     text = "Show what is installed and which backend auto takes; with --model, what memory a rank needs."
     parser = _add_command(commands, "doctor", _doctor, text + " Exits 1 where a model does not fit.")
-    _add_run_options(parser, None)
+    _add_model(parser, None)
+    _add_run_options(parser)
+
+
+def _add_eval(commands: Any) -> None:
+    from headfit.evals import command
+
+    text = "GSM8K and AIME25 against a server or in process, and comparisons that say what they could have detected."
+    parser = commands.add_parser("eval", help=text, description=text, epilog=_EXIT_CODES)
+    evals = parser.add_subparsers(dest="task", required=True, metavar="gsm8k | aime25 | score | compare")
+    for task, title in (("gsm8k", "GSM8K"), ("aime25", "AIME25")):
+        run = _add_command(evals, task, _eval, f"Run {title}, or go on with an interrupted run.")
+        command.add_run_arguments(run, task, integer=_integer, number=_number)
+        _add_run_options(run.add_argument_group("in process"))
+    score = _add_command(evals, "score", _eval_files, "Score a run again from its stored texts, without a server.")
+    score.add_argument("run_file", metavar="RUN", help="JSONL of the run")
+    text = "Compare two runs of the same questions: is there a drop, and which drop would have been seen?"
+    command.add_compare_arguments(_add_command(evals, "compare", _eval_files, text))
 
 
 def _integer(minimum: int) -> Callable[[str], int]:
@@ -281,6 +309,32 @@ def _doctor(args: argparse.Namespace) -> int:
     report = doctor.report() | {"memory": memory}
     print(json.dumps(report) if args.json else doctor.show(report))
     return OK if memory is None or memory["fits"] else FAILED
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from headfit.evals import command
+    from headfit.evals.server import RunFailed
+
+    try:
+        with contextlib.ExitStack() as stack:
+            with _checking_input():
+                run = command.prepare(args, progress=sys.stderr.isatty() and not (args.json or args.quiet))
+                store = stack.enter_context(run.open())
+            if not args.json:
+                command.show_settings(run)
+            score = run.answer(store)
+    except RunFailed as error:
+        return _fail(str(error), FAILED)
+    command.show_score(args.out, run.settings, run.arm, score, as_json=args.json)
+    return OK
+
+
+def _eval_files(args: argparse.Namespace) -> int:
+    from headfit.evals import command
+
+    with _checking_input():
+        (command.rescore if args.task == "score" else command.compare)(args)
+    return OK
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ CORE_ORDER = (
     ("models",),
     ("checkpoint",),
 )
-HOST_ORDER = (("hosts", "memory", "launch"), ("runner",), ("evals",), ("generate", "doctor"), ("cli",), ("__main__",))
+HOST_ORDER = (("hosts", "memory", "launch"), ("runner",), ("generate", "doctor"), ("evals",), ("cli",), ("__main__",))
 RANK = {name: rank for rank, row in enumerate(CORE_ORDER + HOST_ORDER) for name in row}
 CORE_NAMES = {name for row in CORE_ORDER for name in row}
 MAY_IMPORT_TRANSFORMERS = {"hosts", "runner", "evals", "generate", "cli", "testing", "assets"}
