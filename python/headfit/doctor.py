@@ -55,9 +55,23 @@ def _version(module: str) -> str | None:
 
 
 def _plugin() -> dict[str, Any]:
-    """Whether SGLang would load headfit: an entry point of ours in SGLang's plugin group."""
+    """Whether SGLang would load headfit (an entry point of ours in its plugin group), and with which settings."""
+    from headfit.hosts.sglang.settings import Settings
+
     ours = [e for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.module.split(".")[0] == "headfit"]
-    return {"group": PLUGIN_GROUP, "registered": bool(ours), "entry_points": [f"{e.name} = {e.value}" for e in ours]}
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    names = {name.strip() for name in allowed.split(",") if name.strip()}
+    try:
+        settings: dict[str, str] | str = Settings.from_environment().as_environment()
+    except ValueError as error:
+        settings = str(error)
+    return {
+        "group": PLUGIN_GROUP,
+        "registered": bool(ours),
+        "entry_points": [f"{e.name} = {e.value}" for e in ours],
+        "excluded_by": None if not names or any(e.name in names for e in ours) else f"SGLANG_PLUGINS={allowed}",
+        "settings": settings,
+    }
 
 
 def _gpu(index: int) -> dict[str, Any]:
@@ -81,7 +95,7 @@ def show(report: dict[str, Any]) -> str:
     lines += [f"  {module:<13}{version or 'not installed'}" for module, version in report["packages"].items()]
     plugin = report["sglang_plugin"]
     state = ", ".join(plugin["entry_points"]) if plugin["registered"] else f"not registered in {plugin['group']}"
-    lines.append(f"  SGLang plugin: {state}")
+    lines.append(f"  SGLang plugin: {state}{_plugin_state(plugin)}")
     cpu = report["cpu"]
     lines.append(f"  CPU: {cpu['count']} cores, {readable(cpu['memory_available'])} available")
     for gpu in report["gpus"]:
@@ -94,6 +108,12 @@ def show(report: dict[str, Any]) -> str:
     if memory := report.get("memory"):
         lines += ["", *_show_memory(memory)]
     return "\n".join(lines)
+
+
+def _plugin_state(plugin: dict[str, Any]) -> str:
+    settings = plugin["settings"]
+    shown = settings if isinstance(settings, str) else " ".join(f"{name}={value}" for name, value in settings.items())
+    return "; ".join(["", shown, *(f"not loaded: {reason}" for reason in [plugin["excluded_by"]] if reason)])
 
 
 def _show_memory(memory: dict[str, Any]) -> list[str]:

@@ -1,0 +1,158 @@
+"""What the rows of `serving.py` say: metrics of a run, its table, the ratio with its bound, and the plot. No GPU."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+from serving_client import Request
+
+STOCK, PLUGIN = "stock", "plugin"
+# One-sided 95% quantiles of Student's t by degrees of freedom 1..15; beyond, the last one is an upper bound.
+_T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
+_DECODE_LINE = re.compile(
+    r"Decode batch.*#running-req: (\d+),.*cuda graph: (\w+).*gen throughput \(token/s\): ([\d.]+)"
+)
+
+Row = dict[str, Any]
+
+
+def metrics(requests: Sequence[Request]) -> Row:
+    """Output tokens a second over the whole run, TTFT and TPOT in ms (mean, p50, p99), and how requests ended."""
+    good = [request for request in requests if not request.error]
+    row: Row = {
+        "num_requests": len(requests),
+        "num_errors": len(requests) - len(good),
+        "num_length_stops": sum(request.finish_reason == "length" for request in good),
+        "num_output_tokens": sum(request.num_tokens for request in good),
+    }
+    wall = max((r.last for r in requests), default=0.0) - min((r.start for r in requests), default=0.0)
+    row["output_tokens_per_s"] = row["num_output_tokens"] / wall if wall > 0 else None
+    for name in ("ttft_ms", "tpot_ms"):
+        values = sorted(value for request in good if (value := getattr(request, name)) is not None)
+        row[f"{name}_mean"] = mean(values) if values else None
+        row[f"{name}_p50"] = percentile(values, 50)
+        row[f"{name}_p99"] = percentile(values, 99)
+    return row
+
+
+def percentile(ascending: Sequence[float], percent: float) -> float | None:
+    """Linear between the two nearest ranks; None of nothing."""
+    if not ascending:
+        return None
+    place = (len(ascending) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ascending) - 1)
+    return ascending[low] + (ascending[high] - ascending[low]) * (place - low)
+
+
+def decode_step_ms(log: str) -> dict[str, float]:
+    """Median milliseconds of a decode step by the number of running requests, of steps that replayed a CUDA graph."""
+    found: dict[int, list[float]] = {}
+    for match in _DECODE_LINE.finditer(log):
+        running, graph, rate = int(match[1]), match[2], float(match[3])
+        if graph == "True" and running and rate > 0:
+            found.setdefault(running, []).append(1e3 * running / rate)
+    return {str(running): median(times) for running, times in sorted(found.items())}
+
+
+def plugin_lines(log: str) -> list[str]:
+    """What the plugin said in a server's log: which kernel runs and why, and that it answered calls; each once."""
+    marks = ("decode kernel: ", "headfit answered ", "stands down", "headfit leaves a decode call")
+    found = [line[line.index("headfit") :] for line in log.splitlines() if "headfit" in line]
+    return list(dict.fromkeys(line for line in found if any(mark in line for mark in marks)))
+
+
+def kernel_shares(events: Iterable[dict[str, Any]], attention: str) -> Row:
+    """GPU time of a profiler trace's kernels by name, and the share of those whose name matches `attention`."""
+    times: dict[str, float] = {}
+    for event in events:
+        if event.get("cat") == "kernel" and "dur" in event:
+            times[event["name"]] = times.get(event["name"], 0.0) + event["dur"]
+    total = sum(times.values())
+    decode = sum(time for name, time in times.items() if re.search(attention, name))
+    top = sorted(times.items(), key=lambda item: -item[1])[:20]
+    return {"total_us": total, "attention_us": decode, "kernels_us": dict(top)}
+
+
+def ratios(rows: Iterable[Row]) -> dict[int, list[float]]:
+    """By concurrency: the plugin's output tokens a second over stock's, one number a round that has both."""
+    pairs: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows:
+        if row["output_tokens_per_s"]:
+            pairs.setdefault((row["concurrency"], row["round"]), {})[row["arm"]] = row["output_tokens_per_s"]
+    found: dict[int, list[float]] = {}
+    for (concurrency, _), arms in sorted(pairs.items()):
+        if {STOCK, PLUGIN} <= set(arms):
+            found.setdefault(concurrency, []).append(arms[PLUGIN] / arms[STOCK])
+    return found
+
+
+def lower_bound(values: Sequence[float]) -> float | None:
+    """One-sided 95% bound of the mean ratio, from the logarithms; None of fewer than two."""
+    if len(values) < 2:
+        return None
+    logs = [math.log(value) for value in values]
+    return math.exp(mean(logs) - _T95[min(len(logs) - 1, len(_T95)) - 1] * stdev(logs) / math.sqrt(len(logs)))
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Row]:
+    """By concurrency: median ratio, its lower bound and how many pairs stand behind it."""
+    return {
+        str(concurrency): {"ratio_median": median(values), "ratio_lower_95": lower_bound(values), "pairs": len(values)}
+        for concurrency, values in ratios(rows).items()
+    }
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Medians over the rounds, a line a concurrency and arm; then errors a arm, which are never left out."""
+    lines = [
+        f"{'concurrency':>11} {'arm':<7}{'tokens/s':>10}{'TTFT p50':>10}{'TPOT p50':>10}{'TPOT p99':>10}{'errors':>8}"
+    ]
+    summary = summarise(rows)
+    for concurrency in sorted({row["concurrency"] for row in rows}):
+        for arm in (STOCK, PLUGIN):
+            some = [row for row in rows if (row["concurrency"], row["arm"]) == (concurrency, arm)]
+            if some:
+                names = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p99")
+                figures = "".join(f"{_median(some, name):>10}" for name in names)
+                errors = f"{sum(row['num_errors'] for row in some)}/{sum(row['num_requests'] for row in some)}"
+                lines.append(f"{concurrency:>11} {arm:<7}{figures}{errors:>8}")
+        if found := summary.get(str(concurrency)):
+            bound = "" if found["ratio_lower_95"] is None else f", at least {found['ratio_lower_95']:.3f} (95%)"
+            lines.append(f"{'':>11} plugin/stock {found['ratio_median']:.3f}{bound}, {found['pairs']} pairs")
+    return lines
+
+
+def _median(rows: Sequence[Row], name: str) -> str:
+    values = [row[name] for row in rows if row[name] is not None]
+    return f"{median(values):.2f}" if values else "-"
+
+
+def plot(result: Row, path: Path) -> None:
+    """Tokens a second against concurrency, and the pairs' ratios, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (speed, ratio) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for arm, style in ((STOCK, "o--"), (PLUGIN, "o-")):
+        rows = [row for row in result["rows"] if row["arm"] == arm and row["output_tokens_per_s"]]
+        counts = sorted({row["concurrency"] for row in rows})
+        medians = [median(r["output_tokens_per_s"] for r in rows if r["concurrency"] == count) for count in counts]
+        speed.plot(counts, medians, style, label=arm)
+    for concurrency, values in ratios(result["rows"]).items():
+        ratio.plot([concurrency] * len(values), values, "k.")
+    ratio.axhline(1.0, color="0.6")
+    for axes, label in ((speed, "output tokens/s"), (ratio, "plugin / stock, a point a pair")):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("concurrency")
+        axes.set_ylabel(label)
+    speed.legend()
+    facts = "{num_local_heads} of {num_heads} heads a rank, TP {tp_size}, SGLang {sglang}"
+    figure.suptitle(facts.format(**result["rows"][0]) if result["rows"] else "no rows")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)

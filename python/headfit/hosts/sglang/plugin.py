@@ -1,0 +1,280 @@
+"""The plugin itself: what SGLang calls, the hooks, which kernel runs and why, and the worker's one log line.
+
+Hooks are registered here and applied by SGLang afterwards, which only logs one that fails; so the first layer that is
+built checks that all are in place. Whatever is not as expected makes the plugin stand down: one warning, and the server
+runs as stock from then on. Layers whose sinks have their home by then keep it, which is right on its own.
+"""
+
+import importlib.metadata
+import logging
+import multiprocessing
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from headfit import __version__, backends
+from headfit.backends import flashmla, reference, sparse_mqa_cuda
+from headfit.backends.base import AttentionBackend
+from headfit.hosts.sglang.capabilities import LOAD, ServerCode, UnsupportedServer, read_server
+from headfit.hosts.sglang.seam import Seam
+from headfit.hosts.sglang.settings import Settings
+from headfit.hosts.sglang.sinks import LayerSinks
+
+logger = logging.getLogger(__name__)
+
+# FlashMLA's smallest kernel: up to its head count ours was faster at every batch size measured (benchmark/results).
+AUTO_MAX_HEADS = min(flashmla.SUPPORT.num_heads)
+_plugin: "Plugin | None" = None
+
+
+def register() -> None:
+    """SGLang's entry point: hook this process where it runs a model.
+
+    Raises:
+        ValueError: an environment variable that is not one of the allowed values (`settings`); SGLang logs it and
+            runs without the plugin.
+    """
+    global _plugin
+    settings = Settings.from_environment()
+    if settings.backend == "off":
+        logger.info("headfit %s: HEADFIT_BACKEND=off, the server runs as stock", __version__)
+        return
+    if not _runs_a_model():
+        return
+    try:
+        code = read_server()
+    except UnsupportedServer as error:
+        _warn_stock(str(error))
+        return
+    _plugin = Plugin(settings, code)
+    _plugin.register_hooks()
+
+
+def status() -> dict[str, Any]:
+    """What the plugin does in this process, as JSON-ready values; `active` is False where it does nothing."""
+    return {"active": False} if _plugin is None else _plugin.status()
+
+
+def _runs_a_model() -> bool:
+    """False in the launcher and in the detokenizer, which would import model code for nothing."""
+    if multiprocessing.parent_process() is None:
+        return False
+    modules = sys.modules
+    return "sglang.srt.managers.detokenizer_manager" not in modules or "sglang.srt.managers.scheduler" in modules
+
+
+def sglang_version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(sys.modules.get("sglang"), "__version__", "unknown")
+
+
+def _warn_stock(reason: str) -> None:
+    logger.warning("headfit %s stands down, SGLang %s runs as stock: %s", __version__, sglang_version(), reason)
+
+
+class Plugin:
+    """One process's hooks and what they have found out."""
+
+    def __init__(self, settings: Settings, code: ServerCode) -> None:
+        self.settings, self.code = settings, code
+        self.sinks = LayerSinks(
+            shape=code.shape, rank_attribute=code.rank_attribute, size_attribute=code.size_attribute
+        )
+        self.active = True
+        self.seam: Seam | None = None
+        self.kernel = ""  # what runs and why, once it is known
+        self._checked = False
+        self._prewarmed: set[int] = set()
+        self._hooks: dict[str, Callable[..., Any]] = {
+            **dict.fromkeys(code.init, self._around_init),
+            **dict.fromkeys(code.forward, self._around_forward),
+            **dict.fromkeys(code.local_sink, self._around_local_sink),
+            **dict.fromkeys(code.updates, self._around_update),
+            **dict.fromkeys(code.seams, self._around_seam),
+        }
+        if code.loads_model:
+            self._hooks[LOAD] = self._around_load
+
+    def register_hooks(self) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        for target, hook in self._hooks.items():
+            HookRegistry.register(target, hook, HookType.AROUND)
+
+    def status(self) -> dict[str, Any]:
+        seam, layers = self.seam, self.sinks.layers
+        return {
+            "active": self.active,
+            "headfit": __version__,
+            "sglang": sglang_version(),
+            "settings": self.settings.as_environment(),
+            "shape": self.code.shape,
+            "kernel": self.kernel,
+            "num_layers": len(layers),
+            "num_local_heads": sorted({layer.n_local_heads for layer in layers}),
+            "served": seam.served.total() if seam else 0,
+            "served_layers": len(seam.served) if seam else 0,
+            "captured": seam.captured if seam else 0,
+            "passed_on": dict(seam.passed_on) if seam else {},
+        }
+
+    def stand_down(self, reason: str) -> None:
+        if self.active:
+            self.active = False
+            _warn_stock(reason)
+
+    def _around_init(self, original, layer: nn.Module, *args, **kwargs):
+        result = original(layer, *args, **kwargs)
+        if self.active:
+            self._check_hooks()
+            self._tend_sinks(self.sinks.adopt, layer)
+        return result
+
+    def _around_forward(self, original, layer: nn.Module, *args, **kwargs):
+        if not self.active:
+            return original(layer, *args, **kwargs)
+        self._tend_sinks(self.sinks.refresh, layer)
+        if not self.kernel:
+            self._choose_kernel(layer.attn_sink.device)
+        if not self.active:
+            return original(layer, *args, **kwargs)
+        with ExitStack() as stack:
+            stack.enter_context(self.sinks.padded_to_kernel(layer))
+            if self.seam is not None:
+                stack.enter_context(self.seam.running(layer))
+            return original(layer, *args, **kwargs)
+
+    def _around_local_sink(self, original, layer: nn.Module, *args, **kwargs):
+        if not self.active or getattr(layer, self.code.size_attribute) == 1:
+            return original(layer, *args, **kwargs)
+        return self.sinks.local(layer, *args, **kwargs)
+
+    def _around_update(self, original, *args, **kwargs):
+        result = original(*args, **kwargs)
+        if self.active:
+            self._tend_sinks(self.sinks.refresh_all)
+        return result
+
+    def _around_seam(self, original, *args, **kwargs):
+        if not self.active or self.seam is None:
+            return original(*args, **kwargs)
+        return self.seam.call(original, *args, **kwargs)
+
+    def _around_load(self, original, *args, **kwargs):
+        """Before memory is measured and graphs are captured: the kernel is chosen, compiled and loaded here."""
+        result = original(*args, **kwargs)
+        if self.active:
+            self._tend_sinks(self.sinks.refresh_all)
+        if self.active and self.sinks.layers:
+            self._choose_kernel(self.sinks.layers[0].attn_sink.device)
+        return result
+
+    def _tend_sinks(self, tend: Callable[..., None], *args) -> None:
+        try:
+            tend(*args)
+        except (ValueError, TypeError, AttributeError) as error:
+            self.stand_down(str(error))
+
+    def _check_hooks(self) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        if absent := [target for target, hook in self._hooks.items() if not _is_hooked(target, hook)]:
+            self.stand_down(f"hooks that SGLang did not apply: {', '.join(absent)}")
+
+    def _choose_kernel(self, device: torch.device) -> None:
+        """Once a process; a draft model loaded later only compiles for its own head count.
+
+        Raises:
+            ValueError, ImportError: a kernel asked for by name that cannot run here.
+        """
+        counts = {layer.n_local_heads for layer in self.sinks.layers}
+        first = not self.kernel
+        if first:
+            backend, self.kernel = _backend(self.settings, device, counts, self.code.seam_obstacle)
+            if backend is not None:
+                limit = AUTO_MAX_HEADS if self.settings.backend == "auto" else None
+                self.seam = Seam(backend, max_heads=limit, check=self.settings.check)
+        for count in counts - self._prewarmed:
+            if self.seam is not None and (self.seam.max_heads is None or count <= self.seam.max_heads):
+                self._prewarm(count, device)
+        if first:
+            self._log(device)
+
+    def _prewarm(self, num_heads: int, device: torch.device) -> None:
+        """`auto` may leave a kernel that does not compile to the server; one asked for by name may not fail quietly."""
+        self._prewarmed.add(num_heads)
+        try:
+            self.seam.backend.prewarm(num_heads, device)
+        except Exception as error:
+            if self.settings.backend != "auto":
+                raise
+            logger.warning("headfit: %s could not be prepared: %s", self.seam.backend.name, error)
+            self.seam, self.kernel = None, f"the server's own ({error})"
+
+    def _log(self, device: torch.device) -> None:
+        layers = self.sinks.layers
+        layouts = {self.sinks.layout(layer) for layer in layers}
+        heads = ", ".join(
+            f"{x.num_local_heads} of {x.num_heads} heads (attention TP rank {x.attn_tp_rank} of {x.attn_tp_size})"
+            for x in layouts
+        )
+        architecture = "sm{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else "cpu"
+        logger.info(
+            "headfit %s in SGLang %s, process %d on %s: %s, %d layers; decode kernel: %s; sinks: %s",
+            *(__version__, sglang_version(), os.getpid(), architecture, heads, len(layers), self.kernel),
+            f"views of the parameters (server shape {self.code.shape})",
+        )
+
+
+def _backend(
+    settings: Settings, device: torch.device, counts: set[int], seam_obstacle: str = ""
+) -> tuple[AttentionBackend | None, str]:
+    """The backend that answers the seam, None for the server's own kernel; and what runs and why.
+
+    Args:
+        counts: the layers' heads a rank.
+        seam_obstacle: why this server has no function to answer, empty where it has.
+
+    Raises:
+        ValueError, ImportError: a kernel asked for by name that cannot run here.
+    """
+    if settings.backend == "flashmla":
+        return None, "the server's own (HEADFIT_BACKEND=flashmla)"
+    if seam_obstacle:
+        if settings.backend != "auto":
+            raise ValueError(
+                f"HEADFIT_BACKEND={settings.backend}: this server has no decode call to answer: {seam_obstacle}"
+            )
+        return None, f"the server's own (auto: {seam_obstacle})"
+    if settings.backend == reference.SUPPORT.name:
+        return backends.create(settings.backend, device=device), "reference (asked for; far too slow to serve with)"
+    if settings.backend != "auto":
+        return backends.create(settings.backend, device=device), f"{settings.backend} (asked for)"
+    if min(counts) > AUTO_MAX_HEADS:
+        return None, f"the server's own (auto: {min(counts)} heads a rank, more than {AUTO_MAX_HEADS})"
+    name = sparse_mqa_cuda.SUPPORT.name
+    try:
+        return backends.create(name, device=device), f"{name} (auto: the faster one here)"
+    except (ValueError, ImportError) as error:
+        return None, f"the server's own (auto: {error})"
+
+
+def _is_hooked(target: str, hook: Callable[..., Any]) -> bool:
+    """Whether `hook` is among the wrappers that SGLang's registry put around `target`."""
+    owner, _, name = target.rpartition(".")
+    function = pkgutil.resolve_name(owner).__dict__.get(name)
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False

@@ -1,0 +1,216 @@
+"""The seam: `flash_mla_with_kvcache`, the function that a server's decode calls, answered by a headfit backend.
+
+The call, all by keyword (b query tokens, h padded heads, the rank's own first):
+
+    q bfloat16 [b, 1, h, 512]; k_cache fp8 or uint8 [pages, page_size, 1, 584]; indices int32 [b, 1, n];
+    topk_length int32 [b]; attn_sink float32 [>= the rank's heads]; extra_k_cache, extra_indices_in_kvcache and
+    extra_topk_length likewise, or all None
+
+and its answer: out bfloat16 [b, 1, h, 512] and lse float32 [b, h, 1], natural logarithm, +inf where a row has no
+valid key (FlashMLA's convention, which this function's callers know). The backend reads the rank's rows of q and writes
+the same rows of out, both in place; the other rows of out and lse are left as they were allocated, for the caller drops
+them. How many rows are the rank's is the layer's to say, for q is padded: the layer that is running is set around its
+forward. Shapes and sizes come from the tensors alone and nothing is read back, so that a CUDA graph can capture it.
+
+A call of another form goes to the server's own function, with one warning a reason.
+
+Source of the signature: `sgl_kernel/flash_mla.py` of sglang-kernel 0.4.5 and SGLang 0.5.23's `flash_mla_interface.py`.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from headfit.backends.base import AttentionBackend
+from headfit.backends.exact_heads import ExactHeadsBackend
+from headfit.kernels.sparse_mqa_ref import sparse_mqa_ref
+from headfit.kv_cache import HEAD_DIM, KVRegion, PagedPool
+
+logger = logging.getLogger(__name__)
+
+_REGIONS = {
+    "window": ("k_cache", "indices", "topk_length"),
+    "compressed": ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"),
+}
+_READ = {"q", "attn_sink", "softmax_scale", *(name for names in _REGIONS.values() for name in names)}
+_IGNORED = {"tile_scheduler_metadata"}  # FlashMLA's split plan
+_FIXED = {
+    "block_table": None,
+    "cache_seqlens": None,
+    "head_dim_v": HEAD_DIM,
+    "is_fp8_kvcache": True,
+    "causal": False,
+    "num_splits": None,
+    "descale_q": None,
+    "descale_k": None,
+    "kv_format": None,
+    "use_legacy": True,
+}
+_NO_DEFAULT = ("q", "attn_sink", *_REGIONS["window"], "head_dim_v", "is_fp8_kvcache")
+# An eager call may differ from float32 arithmetic over the same keys by this much in norm: probabilities and output in
+# bf16 come to at most 3e-3, in fp8 to a few times that; a neighbour rank's sink or a wrong slot is far outside.
+CHECK_TOLERANCE = 2e-2
+
+
+class _UnknownForm(Exception):
+    """Why a call is not one that the seam answers."""
+
+
+class Answer(tuple):
+    """(out, lse) as the callee returns it, with lse made when it is asked for: the server's decode never does."""
+
+    def __new__(cls, out: torch.Tensor, lse: Callable[[], torch.Tensor]) -> "Answer":
+        answer = super().__new__(cls, (out, None))
+        answer._lse = lse
+        return answer
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield self[0]
+        yield self[1]
+
+    def __getitem__(self, index):
+        if index == 0:
+            return tuple.__getitem__(self, 0)
+        if index in (1, -1):
+            return self._lse()
+        return (self[0], self[1])[index]
+
+
+class Seam:
+    """Answers decode calls with `backend`; `serves` tells which layers.
+
+    Args:
+        backend: runs any head count exactly.
+        max_heads: layers with more heads a rank stay with the server's kernel; None: no limit.
+        check: compare each call outside a capture with the reference.
+    """
+
+    def __init__(self, backend: AttentionBackend, *, max_heads: int | None = None, check: bool = False) -> None:
+        self.backend, self.max_heads, self.check = backend, max_heads, check
+        self.served: Counter[nn.Module] = Counter()  # by layer; a captured call counts once, when it is captured
+        self.captured = 0
+        self.passed_on: Counter[str] = Counter()  # by reason
+        self._running = threading.local()
+
+    @contextmanager
+    def running(self, layer: nn.Module) -> Iterator[None]:
+        """Within, decode calls are `layer`'s."""
+        before = getattr(self._running, "layer", None)
+        self._running.layer = layer
+        try:
+            yield
+        finally:
+            self._running.layer = before
+
+    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for `original`, same arguments and same result.
+
+        Raises:
+            RuntimeError: in check mode, where the result differs from the reference.
+        """
+        layer = getattr(self._running, "layer", None)
+        if layer is None:  # another model's call, or a prefill graph's that runs outside the layer
+            self.passed_on["no layer of ours is running"] += 1
+            return original(*args, **kwargs)
+        try:
+            if args:
+                raise _UnknownForm(f"{len(args)} positional arguments")
+            return self._answer(layer, kwargs)
+        except (_UnknownForm, ValueError, TypeError) as error:
+            self._pass_on(str(error))
+            return original(*args, **kwargs)
+
+    def _answer(self, layer: nn.Module, call: Mapping[str, Any]) -> Answer:
+        num_heads = layer.n_local_heads
+        if self.max_heads is not None and num_heads > self.max_heads:
+            raise _UnknownForm(f"{num_heads} heads a rank, more than {self.max_heads}")
+        _check_form(call, num_heads)
+        q, sink = call["q"], call["attn_sink"][:num_heads]
+        regions = {name: _region(name, call) for name in _REGIONS}
+        scale = call.get("softmax_scale") or q.shape[-1] ** -0.5
+        arguments = {"q": q[:, 0, :num_heads], **regions, "attn_sink": sink, "softmax_scale": scale}
+        out = torch.empty_like(q)
+        rows = out[:, 0, :num_heads]
+        if isinstance(self.backend, ExactHeadsBackend):
+            _, lse = self.backend.decode(**arguments, out=rows)
+        else:
+            o, lse = self.backend.decode(**arguments)
+            rows.copy_(o)
+        self._count(layer, capturing=q.is_cuda and torch.cuda.is_current_stream_capturing(), computed=rows, **arguments)
+        return Answer(out, lambda: _callee_lse(lse, q.shape[2]))
+
+    def _count(self, layer: nn.Module, *, capturing: bool, computed: torch.Tensor, **arguments: Any) -> None:
+        self.served[layer] += 1
+        self.captured += capturing
+        total = self.served.total()
+        if total in (1, 100, 10_000, 1_000_000):
+            logger.info("headfit answered %d decode calls of %d layers", total, len(self.served))
+        if self.check and not capturing:
+            _compare(getattr(layer, "layer_id", None), computed, **arguments)
+
+    def _pass_on(self, reason: str) -> None:
+        self.passed_on[reason] += 1
+        if self.passed_on[reason] == 1:
+            logger.warning("headfit leaves a decode call to the server's kernel: %s", reason)
+
+
+def _check_form(call: Mapping[str, Any], num_heads: int) -> None:
+    """Refuse what the backend's own checks cannot see; those cover dtypes, row counts and strides."""
+    if unknown := set(call) - _READ - _IGNORED - set(_FIXED):
+        raise _UnknownForm(f"argument {', '.join(sorted(unknown))}")
+    for name in _NO_DEFAULT:
+        if call.get(name) is None:
+            raise _UnknownForm(f"no {name}")
+    for name, wanted in _FIXED.items():
+        if name in call and (call[name] is not wanted if wanted is None else call[name] != wanted):
+            raise _UnknownForm(f"{name}: {_described(call[name])}, allowed: {wanted}")
+    given = [call.get(name) is not None for name in _REGIONS["compressed"]]
+    if any(given) != all(given):
+        raise _UnknownForm("only some of the extra cache's arguments")
+    q, sink = call["q"], call["attn_sink"]
+    if q.dim() != 4 or q.shape[1] != 1 or q.shape[3] != HEAD_DIM or q.shape[2] < num_heads:
+        raise _UnknownForm(f"q: shape {tuple(q.shape)}, allowed: [tokens, 1, at least {num_heads}, {HEAD_DIM}]")
+    if q.dtype != torch.bfloat16:
+        raise _UnknownForm(f"q: dtype {q.dtype}, allowed: torch.bfloat16")
+    if sink.dim() != 1 or sink.shape[0] < num_heads:
+        raise _UnknownForm(f"attn_sink: shape {tuple(sink.shape)}, allowed: [at least {num_heads}]")
+
+
+def _region(name: str, call: Mapping[str, Any]) -> KVRegion | None:
+    cache, indices, lengths = (call.get(argument) for argument in _REGIONS[name])
+    if cache is None:
+        return None
+    if indices.dim() != 3 or indices.shape[1] != 1:
+        raise _UnknownForm(f"{_REGIONS[name][1]}: shape {tuple(indices.shape)}, allowed: [tokens, 1, keys]")
+    return KVRegion(PagedPool.from_packed_cache(_REGIONS[name][0], cache), indices[:, 0], lengths)
+
+
+def _callee_lse(lse: torch.Tensor, padded_heads: int) -> torch.Tensor:
+    whole = torch.empty(lse.shape[0], padded_heads, 1, dtype=torch.float32, device=lse.device)
+    whole[:, : lse.shape[1], 0] = torch.where(lse == float("-inf"), float("inf"), lse)
+    return whole
+
+
+def _compare(layer_id: int | None, computed: torch.Tensor, **arguments: Any) -> None:
+    """Waits for the device.
+
+    Raises:
+        RuntimeError: naming the layer and the relative error.
+    """
+    window, compressed = arguments.pop("window"), arguments.pop("compressed")
+    regions = (window,) if compressed is None else (window, compressed)
+    expected = sparse_mqa_ref(regions=regions, **arguments)[0].float()
+    scale = expected.norm()
+    error = ((computed.float() - expected).norm() / torch.where(scale > 0, scale, 1)).item()
+    if not error <= CHECK_TOLERANCE:
+        raise RuntimeError(f"HEADFIT_CHECK: layer {layer_id} is off by {error:.3g}, allowed {CHECK_TOLERANCE}")
+
+
+def _described(value: Any) -> str:
+    return f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,51 @@
+"""The plugin's settings: environment variables, documented here and nowhere else.
+
+    | variable          | values, the default first                                | meaning                      |
+    |-------------------|----------------------------------------------------------|------------------------------|
+    | `HEADFIT_BACKEND` | `auto`, `sparse_mqa_cuda`, `unified_kv_triton`,          | which kernel decodes: below  |
+    |                   | `flashmla`, `off`, `reference`                           |                              |
+    | `HEADFIT_CHECK`   | `0`, `1`                                                 | compare eager calls          |
+    | `SGLANG_PLUGINS`  | SGLang's own: the plugins it loads, by name; unset: all  | ours is `headfit`            |
+
+`auto` runs `sparse_mqa_cuda` where it is the faster one (Hopper, up to 64 heads a rank) and leaves the server's own
+FlashMLA elsewhere, saying why. A kernel asked for by name that cannot run is an error. `flashmla` keeps the server's
+kernel and only puts sinks and padding right. `off` hooks nothing. `reference` is PyTorch, far too slow to serve with:
+for checks. `HEADFIT_CHECK=1` compares every call outside a CUDA-graph capture with the reference and raises where they
+differ; start the server with `--disable-cuda-graph` to have every decode step compared.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+BACKENDS = ("auto", "sparse_mqa_cuda", "unified_kv_triton", "flashmla", "off", "reference")
+_SWITCH = {"0": False, "1": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One process's settings. `backend` is one of `BACKENDS`; `check` compares eager calls with the reference."""
+
+    backend: str = "auto"
+    check: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "Settings":
+        """Read the variables of the module docstring.
+
+        Raises:
+            ValueError: naming the variable, its value and what is allowed.
+        """
+        environment = os.environ if environment is None else environment
+        backend = environment.get("HEADFIT_BACKEND", "auto")
+        if backend not in BACKENDS:
+            raise ValueError(f"HEADFIT_BACKEND: {backend!r}, allowed: {', '.join(BACKENDS)}")
+        check = environment.get("HEADFIT_CHECK", "0")
+        if check not in _SWITCH:
+            raise ValueError(f"HEADFIT_CHECK: {check!r}, allowed: 0, 1")
+        return cls(backend=backend, check=_SWITCH[check])
+
+    def as_environment(self) -> dict[str, str]:
+        """The variables and their values, as `headfit doctor` shows them."""
+        values = asdict(self)
+        return {f"HEADFIT_{name.upper()}": str(int(v)) if isinstance(v, bool) else v for name, v in values.items()}

@@ -1,0 +1,239 @@
+"""Which kernel the plugin takes and when it gives way, without SGLang: the hooks are called by hand."""
+
+import ast
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headfit import backends
+from headfit.hosts.sglang import plugin as plugin_module
+from headfit.hosts.sglang.capabilities import ServerCode, UnsupportedServer, read_server
+from headfit.hosts.sglang.plugin import AUTO_MAX_HEADS, Plugin
+from headfit.hosts.sglang.settings import Settings
+from headfit.hosts.sglang.sinks import LayerSinks
+
+
+class Layer(torch.nn.Module):
+    """What the plugin reads of a server's attention layer."""
+
+    def __init__(self, num_heads=128, rank=3, size=8, dtype=torch.float32):
+        super().__init__()
+        self.n_heads, self.n_local_heads, self.attn_tp_rank, self.attn_tp_size = (
+            num_heads,
+            num_heads // size,
+            rank,
+            size,
+        )
+        self.attn_sink = torch.nn.Parameter(torch.zeros(num_heads, dtype=dtype))
+
+
+class Backend(backends.reference.ReferenceBackend):
+    """Records what it is prepared for; `fails` is raised instead."""
+
+    def __init__(self, fails=None):
+        super().__init__()
+        self.prewarmed, self.fails = [], fails
+
+    def prewarm(self, num_heads, device):
+        if self.fails:
+            raise self.fails
+        self.prewarmed.append(num_heads)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """make(kernel, seams=..., **settings) -> a plugin whose hooks are taken to be in place."""
+
+    def make(kernel, seams=("module.function",), **settings):
+        monkeypatch.setattr(plugin_module, "_is_hooked", lambda target, hook: True)
+        monkeypatch.setattr(backends, "create", lambda name, **kwargs: kernel)
+        code = ServerCode(
+            shape="method",
+            rank_attribute="attn_tp_rank",
+            size_attribute="attn_tp_size",
+            init=("a.init",),
+            forward=("a.forward",),
+            local_sink=(),
+            updates=(),
+            seams=seams,
+            seam_obstacle="" if seams else "no function",
+            loads_model=True,
+        )
+        return Plugin(Settings(**settings), code)
+
+    return make
+
+
+def build(plugin, *layers):
+    """Layers that live as long as the plugin, which itself keeps none alive."""
+    plugin.__dict__.setdefault("kept", []).extend(layers)
+    for layer in layers:
+        plugin._around_init(lambda layer: None, layer)
+
+
+def test_loading_prepares_every_head_count_once(make):
+    backend = Backend()
+    plugin = make(backend)
+    build(plugin, Layer(), Layer())
+    assert plugin._around_load(lambda: "loaded") == "loaded" and backend.prewarmed == [16]
+    build(plugin, Layer(size=4))  # a draft model, loaded later
+    plugin._around_load(lambda: None)
+    assert sorted(backend.prewarmed) == [16, 32] and plugin.seam.max_heads == AUTO_MAX_HEADS
+
+
+def test_a_server_without_our_layers_is_left_alone(make):
+    plugin = make(Backend())
+    plugin._around_load(lambda: None)
+    assert plugin.seam is None and not plugin.kernel
+    assert plugin._around_seam(lambda **call: call, q=1) == {"q": 1}
+
+
+def test_auto_leaves_a_kernel_that_does_not_compile_to_the_server(make, caplog):
+    plugin = make(Backend(fails=OSError("no compiler")))
+    build(plugin, Layer())
+    with caplog.at_level(logging.INFO, "headfit"):
+        plugin._around_load(lambda: None)
+    assert plugin.seam is None and plugin.active and plugin.kernel == "the server's own (no compiler)"
+    assert "could not be prepared: no compiler" in caplog.text
+    plugin._around_load(lambda: None)
+    assert plugin.seam is None
+
+
+def test_a_kernel_asked_for_by_name_does_not_fail_quietly(make):
+    plugin = make(Backend(fails=OSError("no compiler")), backend="sparse_mqa_cuda")
+    build(plugin, Layer())
+    with pytest.raises(OSError, match="no compiler"):
+        plugin._around_load(lambda: None)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_by_name():
+    with pytest.raises(ValueError, match="sparse_mqa_cuda: needs a CUDA GPU"):
+        plugin_module._backend(Settings(backend="sparse_mqa_cuda"), torch.device("cpu"), {16})
+
+
+@pytest.mark.parametrize("counts, reason", [({16}, "needs a CUDA GPU"), ({128}, "128 heads a rank, more than 64")])
+def test_auto_says_why_it_leaves_the_servers_kernel(counts, reason):
+    backend, kernel = plugin_module._backend(Settings(), torch.device("cpu"), counts)
+    assert backend is None and kernel.startswith("the server's own (auto: ") and reason in kernel
+
+
+def test_without_a_seam_only_the_sinks_are_kept(make):
+    plugin = make(Backend(), seams=())
+    layer = Layer()
+    build(plugin, layer)
+    plugin._around_load(lambda: None)
+    assert plugin.seam is None and "no function" in plugin.kernel
+    layer.attn_sink.data.fill_(2.0)
+    assert (plugin._around_local_sink(None, layer)[:16] == 2).all()
+
+
+def test_a_kernel_asked_for_by_name_needs_a_seam(make):
+    plugin = make(Backend(), seams=(), backend="unified_kv_triton")
+    build(plugin, Layer())
+    with pytest.raises(
+        ValueError, match=r"HEADFIT_BACKEND=unified_kv_triton: this server has no decode call .* no function"
+    ):
+        plugin._around_load(lambda: None)
+
+
+def test_auto_prepares_no_head_count_that_it_leaves_to_the_server(make):
+    backend = Backend()
+    plugin = make(backend)
+    build(plugin, Layer(), Layer(rank=0, size=1))
+    plugin._around_load(lambda: None)
+    assert backend.prewarmed == [16]
+
+
+def test_two_head_counts_and_a_kernel_that_does_not_compile(make):
+    plugin = make(Backend(fails=OSError("no compiler")))
+    build(plugin, Layer(), Layer(size=4))
+    plugin._around_load(lambda: None)
+    assert plugin.seam is None and plugin.active
+
+
+def test_a_sink_that_changed_while_loading_makes_it_stand_down(make):
+    backend = Backend()
+    plugin = make(backend)
+    layer = Layer()
+    build(plugin, layer)
+    layer.attn_sink = torch.nn.Parameter(torch.zeros(64))
+    plugin._around_load(lambda: None)
+    assert not plugin.active and not backend.prewarmed
+
+
+def test_a_layer_of_another_kind_makes_it_stand_down_once(make, caplog):
+    plugin = make(Backend())
+    with caplog.at_level(logging.WARNING, "headfit"):
+        build(plugin, Layer(dtype=torch.bfloat16), Layer(dtype=torch.bfloat16))
+    assert not plugin.active and len(caplog.records) == 1 and "attn_sink: dtype torch.bfloat16" in caplog.text
+    assert plugin._around_forward(lambda layer, x: x, None, 3) == 3
+    assert plugin._around_local_sink(lambda layer: "theirs", Layer()) == "theirs"
+    assert plugin._around_seam(lambda **call: call, q=1) == {"q": 1}
+
+
+def test_hooks_that_were_not_applied_are_named(make, monkeypatch, caplog):
+    plugin = make(Backend())
+    monkeypatch.setattr(plugin_module, "_is_hooked", lambda target, hook: target != "a.forward")
+    with caplog.at_level(logging.WARNING, "headfit"):
+        build(plugin, Layer())
+    assert not plugin.active and "did not apply: a.forward" in caplog.text
+
+
+def test_an_error_in_the_layer_comes_through_and_leaves_no_layer_running(make):
+    plugin = make(Backend())
+    layer = Layer()
+    build(plugin, layer)
+
+    def fails(layer):
+        raise KeyError("theirs")
+
+    with pytest.raises(KeyError, match="theirs"):
+        plugin._around_forward(fails, layer)
+    assert plugin.seam is not None and plugin.seam._running.layer is None
+
+
+def test_a_rebound_sink_is_refused_in_a_capture(monkeypatch):
+    layer = Layer()
+    sinks = LayerSinks(shape="cached", rank_attribute="attn_tp_rank", size_attribute="attn_tp_size")
+    sinks.adopt(layer)
+    view = layer._attn_sink_local
+    layer.attn_sink.data = torch.ones(128)
+    monkeypatch.setattr("headfit.hosts.sglang.sinks._is_capturing", lambda tensor: True)
+    with pytest.raises(RuntimeError, match="run one before capturing a graph"):
+        sinks.refresh(layer)
+    assert not view.any()
+    monkeypatch.undo()
+    sinks.refresh(layer)
+    assert (view[:16] == 1).all() and layer._attn_sink_local.data_ptr() == view.data_ptr()
+
+
+def test_the_plugin_needs_torch_alone():
+    """Servers pin a transformers of their own, so that headfit may have to be installed without its dependencies."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import headfit.hosts.sglang;"
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(ast.literal_eval(done.stdout))
+    assert "headfit" in loaded and not loaded & {"transformers", "safetensors", "triton", "sglang", "cuda"}
+
+
+def test_no_sglang_is_an_unsupported_server():
+    with pytest.raises(UnsupportedServer, match="deepseek_v4 cannot be imported"):
+        read_server()
+
+
+@pytest.mark.parametrize("value", ["off", "auto"])
+def test_register_does_nothing_in_a_launcher(monkeypatch, value):
+    monkeypatch.setenv("HEADFIT_BACKEND", value)
+    plugin_module.register()
+    assert plugin_module.status() == {"active": False}
+
+
+def test_register_refuses_an_unknown_setting(monkeypatch):
+    monkeypatch.setenv("HEADFIT_BACKEND", "fastest")
+    with pytest.raises(ValueError, match="HEADFIT_BACKEND: 'fastest'"):
+        plugin_module.register()

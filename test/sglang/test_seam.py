@@ -1,0 +1,213 @@
+"""The seam by itself: call forms, the callee's contract, checks and counters, with SGLang's tensors and no SGLang."""
+
+import logging
+import math
+
+import pytest
+import torch
+from flash_mla_stand_in import calls, flash_mla_with_kvcache
+from seam_calls import Layer, make_call
+
+from headfit import backends
+from headfit.hosts.sglang.seam import Seam
+from headfit.kv_cache import HEAD_DIM, KVRegion, PackedFp8Format
+from headfit.testing.cases import Case, poisoned_pool, reference_float64
+from headfit.testing.measure import BF16_OUTPUT, FLOAT32, assert_close
+
+
+def make_seam(name="reference", **options):
+    return Seam(backends.create(name), **options)
+
+
+def run(seam, call, num_heads, layer_id=0):
+    with seam.running(Layer(num_heads, layer_id)):
+        return seam.call(flash_mla_with_kvcache, **call)
+
+
+CASES = (
+    Case(num_heads=8, num_keys=(64, 64), page_sizes=(256, 64), lengths="ragged", absent=0.2),
+    Case(num_heads=16, num_keys=(128, None), page_sizes=(256, 64)),
+    Case(num_heads=16, num_keys=(133, 64), page_sizes=(256, 2), strided=True),
+    Case(num_heads=32, num_keys=(68, None), leading_absent=64),
+    Case(num_heads=64, num_keys=(64, 64), sinks="mixed"),
+    Case(num_heads=16, num_keys=(64, 64), absent=1.0),
+    Case(num_heads=16, lengths="zero"),
+    Case(num_tokens=0, num_heads=16),
+)
+
+
+@pytest.mark.parametrize("backend", ["reference", "unified_kv_triton"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_answers_as_the_callee_would(case, seed, backend):
+    call, arguments = make_call(case, seed)
+    seam, seen = make_seam(backend), len(calls)
+    out, lse = run(seam, call, case.num_heads)
+    assert len(calls) == seen and seam.served.total() == 1 and not seam.passed_on
+    assert out.shape == call["q"].shape and out.dtype == torch.bfloat16
+    assert lse.shape == (case.num_tokens, 64, 1) and lse.dtype == torch.float32
+    expected, expected_lse = reference_float64(**arguments)
+    assert_close(out[:, 0, : case.num_heads], expected, BF16_OUTPUT)
+    # The callee's own convention: +inf where a row has no valid key.
+    expected_lse = torch.where(expected_lse == -math.inf, math.inf, expected_lse)
+    tolerance = FLOAT32 if backend == "reference" else BF16_OUTPUT
+    assert_close(lse[:, : case.num_heads, 0], expected_lse, tolerance)
+
+
+def test_same_as_the_callee_itself(seed):
+    case = Case(num_heads=16, num_keys=(64, 64), page_sizes=(256, 64), absent=0.3)
+    call, _ = make_call(case, seed)
+    ours = run(make_seam(), call, 16)
+    theirs = flash_mla_with_kvcache(**call)
+    assert len(ours) == len(theirs) == 2
+    assert_close(ours[0][:, :, :16], theirs[0][:, :, :16], BF16_OUTPUT)
+    assert_close(ours[1][:, :16], theirs[1][:, :16], FLOAT32)
+    assert_close(ours[-1][:, :16], theirs[1][:, :16], FLOAT32)
+
+
+def test_no_valid_key_gives_zeros_and_plus_infinity(seed):
+    call, _ = make_call(Case(num_heads=16, num_keys=(64, 64), absent=1.0), seed)
+    out, lse = run(make_seam(), call, 16)
+    assert not out[:, :, :16].any() and (lse[:, :16] == math.inf).all()
+
+
+def test_only_the_layers_own_rows_are_written(seed):
+    """The backend gets the padded buffers' own memory: q is read and out is written in place."""
+    call, _ = make_call(Case(num_heads=8), seed)
+    seam, seen = make_seam("unified_kv_triton"), {}
+    decode = seam.backend.decode
+
+    def spy(**arguments):
+        seen.update(arguments, before=arguments["out"].clone())
+        arguments["out"]._base.fill_(5.0)
+        return decode(**arguments)
+
+    seam.backend.decode = spy
+    out, _ = run(seam, call, 8)
+    assert seen["q"].data_ptr() == call["q"].data_ptr() and seen["q"].shape[1] == 8
+    assert seen["out"].data_ptr() == out.data_ptr() and (out[:, :, 8:] == 5).all()
+    assert seen["window"].pool.buffer.data_ptr() == call["k_cache"].data_ptr()
+    assert seen["attn_sink"].data_ptr() == call["attn_sink"].data_ptr() and seen["attn_sink"].shape == (8,)
+
+
+def test_head_count_is_the_layers_not_qs(seed):
+    call, arguments = make_call(Case(num_heads=16), seed, padded_heads=128)
+    out, _ = run(make_seam(), call, 16)
+    assert out.shape[2] == 128
+    assert_close(out[:, 0, :16], reference_float64(**arguments)[0], BF16_OUTPUT)
+
+
+UNKNOWN = {
+    "block_table": (torch.zeros(3, 1, dtype=torch.int32), "block_table: tensor"),
+    "head_dim_v": (256, "head_dim_v: 256, allowed: 512"),
+    "is_fp8_kvcache": (False, "is_fp8_kvcache: False"),
+    "causal": (True, "causal: True"),
+    "use_legacy": (False, "use_legacy: False"),
+    "kv_format": ("V41_NEW", "kv_format: 'V41_NEW'"),
+    "indices": (None, "no indices"),
+    "topk_length": (None, "no topk_length"),
+    "attn_sink": (None, "no attn_sink"),
+    "extra_topk_length": (None, "only some of the extra cache"),
+    "window_left": (3, "argument window_left"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_form_goes_to_the_callee_with_one_warning(seed, caplog, name):
+    value, reason = UNKNOWN[name]
+    call, _ = make_call(Case(num_heads=16), seed)
+    seam = make_seam()
+    got = []
+    layer = Layer(16)
+    with caplog.at_level(logging.WARNING, "headfit"), seam.running(layer):
+        for _ in range(3):
+            got.append(seam.call(lambda **kwargs: kwargs, **call | {name: value}))
+    assert all(one[name] is value and one["q"] is call["q"] for one in got)
+    assert len(caplog.records) == 1 and reason in caplog.text
+    assert seam.passed_on.total() == 3 and not seam.served
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda call: call.update(q=call["q"].float()), "dtype torch.float32"),
+        (lambda call: call.update(q=call["q"].expand(-1, 2, -1, -1)), "q: shape (3, 2, 64, 512)"),
+        (lambda call: call.update(q=call["q"][:, :, :8]), "at least 16"),
+        (lambda call: call.update(k_cache=call["k_cache"][..., :528]), "584"),
+        (lambda call: call.update(indices=call["indices"].long()), "torch.int64"),
+        (lambda call: call.update(topk_length=call["topk_length"][:2]), "window.lengths"),
+        (lambda call: call.update(attn_sink=call["attn_sink"][:8]), "attn_sink: shape (8,)"),
+    ],
+    ids=["q-dtype", "two-tokens-a-row", "too-few-heads", "v41-cache", "int64-indices", "lengths", "short-sink"],
+)
+def test_tensors_of_another_form_go_to_the_callee(seed, change, reason):
+    call, _ = make_call(Case(num_heads=16), seed)
+    change(call)
+    seam = make_seam()
+    layer = Layer(16)
+    with seam.running(layer):
+        assert seam.call(lambda **kwargs: "theirs", **call) == "theirs"
+    assert reason in " ".join(seam.passed_on)
+
+
+def test_positional_arguments_and_other_layers_go_to_the_callee(seed):
+    call, _ = make_call(Case(num_heads=16), seed)
+    seam = make_seam(max_heads=8)
+    assert seam.call(lambda **kwargs: "theirs", **call) == "theirs"
+    layer = Layer(16)
+    with seam.running(layer):
+        assert seam.call(lambda *args: "theirs", call["q"]) == "theirs"
+        assert seam.call(lambda **kwargs: "theirs", **call) == "theirs"
+    assert set(seam.passed_on) == {
+        "no layer of ours is running",
+        "1 positional arguments",
+        "16 heads a rank, more than 8",
+    }
+
+
+def test_layers_nest_and_an_error_does_not_leave_one_running(seed):
+    call, _ = make_call(Case(num_heads=16), seed)
+    seam = make_seam()
+    outer, inner = (Layer(16, i) for i in range(2))
+    with seam.running(outer):
+        with pytest.raises(KeyError), seam.running(inner):
+            seam.call(flash_mla_with_kvcache, **call)
+            raise KeyError
+        seam.call(flash_mla_with_kvcache, **call)
+    seam.call(lambda **kwargs: None, **call)
+    assert [layer.layer_id for layer in seam.served] == [1, 0] and seam.passed_on.total() == 1
+
+
+def test_check_mode_names_the_layer(seed):
+    call, _ = make_call(Case(num_heads=16, sinks=3.0, num_keys=(8, 8)), seed)
+    seam = make_seam(check=True)
+    run(seam, call, 16, layer_id=5)
+    decode = seam.backend.decode
+    seam.backend.decode = lambda *, attn_sink, **kwargs: decode(attn_sink=attn_sink + 1, **kwargs)
+    with pytest.raises(RuntimeError, match="HEADFIT_CHECK: layer 5 is off by"):
+        run(seam, call, 16, layer_id=5)
+
+
+def test_checked_rows_without_keys_are_zero(seed):
+    call, _ = make_call(Case(num_heads=16, absent=1.0), seed)
+    out, _ = run(make_seam(check=True), call, 16)
+    assert not out[:, :, :16].any()
+
+
+def test_a_window_page_of_256_and_pages_of_2(seed):
+    """The server's own strides: 149,760 bytes a page of 256 tokens, 1,728 a page of two."""
+    pools = [poisoned_pool(PackedFp8Format(), 3, size) for size in (256, 2)]
+    assert [pool.kernel_view().stride(0) for pool in pools] == [149_760, 1_728]
+    for pool in pools:
+        pool.store(torch.arange(pool.page_size, pool.page_size + 2), torch.ones(2, HEAD_DIM))
+    regions = [
+        KVRegion(pool, torch.arange(pool.page_size, pool.page_size + 2).int()[None], torch.tensor([2]).int())
+        for pool in pools
+    ]
+    call, _ = make_call(Case(num_tokens=1, num_heads=16), seed)
+    call.update(q=torch.zeros_like(call["q"]), attn_sink=torch.full((64,), math.log(4.0)))
+    names = (("k_cache", "indices", "topk_length"), ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"))
+    for region, (cache, indices, lengths) in zip(regions, names, strict=True):
+        call.update({cache: region.pool.kernel_view(), indices: region.indices[:, None], lengths: region.lengths})
+    out, lse = run(make_seam(), call, 16)
+    assert_close(out[:, 0, :16], torch.full((1, 16, HEAD_DIM), 0.5), BF16_OUTPUT)
+    assert_close(lse[:, :16, 0], torch.full((1, 16), math.log(4.0)), FLOAT32)

@@ -1,0 +1,232 @@
+"""The serving benchmark against a small server of our own: what it measures, writes and refuses."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmark"
+FAKE = Path(__file__).parent / "fake_server.py"
+sys.path.insert(0, str(BENCHMARK))
+
+import serving  # noqa: E402
+import serving_report as report  # noqa: E402
+import serving_server  # noqa: E402
+from serving_client import Request, run_load  # noqa: E402
+
+SMALL = ["--num-heads", "64", "--concurrency", "1", "4", "--prompt-tokens", "8", "--output-tokens", "12"]
+SMALL += ["--requests-per-slot", "2", "--start-timeout", "30"]
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def server(port):
+    """start(*arguments, **environment) -> URL"""
+    processes = []
+
+    def start(*arguments, **environment):
+        command = [sys.executable, str(FAKE), str(port), *arguments]
+        processes.append(subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL))
+        url = f"http://127.0.0.1:{port}"
+        while not serving_server.healthy(url):
+            assert processes[-1].poll() is None
+        return url
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def run(out, port, *arguments, fake=()):
+    command = ["--out", str(out), "--port", str(port), *SMALL, *arguments]
+    return serving.main([*command, "--", sys.executable, str(FAKE), "{port}", *fake])
+
+
+def test_arms_alternate_and_the_faster_one_wins(tmp_path, port, capsys):
+    assert run(tmp_path / "result.json", port, "--rounds", "2") == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    rows = result["rows"]
+    assert [(row["round"], row["arm"]) for row in rows[::2]] == [
+        (0, "stock"),
+        (0, "plugin"),
+        (1, "plugin"),
+        (1, "stock"),
+    ]
+    wanted = {"arm", "sglang", "tp_size", "num_heads", "num_local_heads", "concurrency", "output_tokens_per_s"}
+    assert wanted | {"ttft_ms_p50", "tpot_ms_p50", "tpot_ms_mean", "tpot_ms_p99"} <= set(rows[0])
+    # DP attention: TP 4 in two groups is attention TP 2.
+    assert (rows[0]["sglang"], rows[0]["tp_size"], rows[0]["num_local_heads"]) == ("0.0.1", 4, 32)
+    for row in rows:
+        count = 2 * row["concurrency"]
+        assert (row["num_requests"], row["num_errors"], row["num_length_stops"]) == (count, 0, count)
+        assert row["num_output_tokens"] == 12 * count
+        step = 20.0 if row["arm"] == "stock" else 10.0
+        assert step <= row["tpot_ms_p50"] < 4 * step and row["ttft_ms_p50"] >= 5 * step
+    summary = result["summary"]["4"]
+    assert summary["pairs"] == 2 and summary["ratio_median"] > 1.1
+    assert result["decode_step_ms"]["stock"][0]["2"] == pytest.approx(20.0)
+    assert result["decode_step_ms"]["plugin"][1]["2"] == pytest.approx(10.0)
+    assert result["plugin"]["stock"] == [] and "headfit answered 1 decode calls" in result["plugin"]["plugin"]
+    printed = capsys.readouterr().out.splitlines()
+    assert json.loads(printed[-1])["summary"] == result["summary"] and "plugin/stock" in "".join(printed)
+    assert not serving_server.healthy(f"http://127.0.0.1:{port}"), "the last server still runs"
+    assert "/flush_cache" in (tmp_path / "result-stock-0.log").read_text()
+
+
+def test_plot_of_a_written_result(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    facts = {"sglang": "0", "tp_size": 8, "num_heads": 128, "num_local_heads": 16, "num_errors": 0, "num_requests": 1}
+    figures = {"ttft_ms_p50": 1.0, "tpot_ms_p50": 2.0, "tpot_ms_p99": None}
+    rows = [
+        {**facts, **figures, "arm": arm, "round": number, "concurrency": count, "output_tokens_per_s": speed * count}
+        for arm, speed in (("stock", 100), ("plugin", 120))
+        for number in range(2)
+        for count in (1, 8)
+    ]
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"rows": rows}))
+    assert serving.main(["--plot", str(path)]) == 0
+    assert (tmp_path / "result.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "plugin/stock 1.200, at least 1.200 (95%), 2 pairs" in printed and " 960.00" in printed
+
+
+def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
+    url = server()
+    out = tmp_path / "result.json"
+    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}/"]
+    assert serving.main(["--out", str(out), *SMALL, "--rounds", "1", *attach]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["concurrency"], row["arm"]) for row in rows] == [
+        (1, "stock"),
+        (1, "plugin"),
+        (4, "stock"),
+        (4, "plugin"),
+    ]
+
+
+def test_a_failed_request_is_counted_and_gets_no_time(tmp_path, port, capsys):
+    assert run(tmp_path / "result.json", port, "--rounds", "1", fake=["--fail-every", "6"]) == 1
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    failed = [row for row in rows if row["num_errors"]]
+    assert failed and all(row["output_tokens_per_s"] is row["tpot_ms_p50"] is None for row in failed)
+    assert "HTTP 400" in capsys.readouterr().err
+
+
+def test_a_server_that_ends_is_an_error_with_its_log(tmp_path, port, capsys):
+    assert run(tmp_path / "result.json", port, fake=["--die"]) == 1
+    assert "the server ended with 1" in (text := capsys.readouterr().err) and "planted end" in text
+
+
+def test_an_arm_that_did_not_run_the_plugin_is_an_error(tmp_path, port, capsys):
+    assert run(tmp_path / "result.json", port, "--rounds", "1", "--concurrency", "1", fake=["--silent"]) == 1
+    assert "the plugin server's log lacks calls answered by headfit" in capsys.readouterr().err
+    quiet = ["--rounds", "1", "--concurrency", "1", "--backend", "flashmla"]
+    assert run(tmp_path / "result.json", port, *quiet, fake=["--silent"]) == 0
+
+
+def test_profile_of_the_last_round(tmp_path, port, monkeypatch):
+    monkeypatch.setattr(serving, "PREFILL_S", 0.1)
+    folder = tmp_path / "profile"
+    options = ["--rounds", "1", "--concurrency", "1", "--profile", "2", "--profile-dir", str(folder)]
+    first = folder / "0-TP-0.trace.json.gz"  # an earlier run's is not taken
+    folder.mkdir()
+    first.write_bytes(b"")
+    monkeypatch.setattr(serving, "ARMS", ("plugin",))
+    assert run(tmp_path / "result.json", port, *options) == 0
+    found = json.loads((tmp_path / "result.json").read_text())["profiles"]["plugin"]
+    assert (found["concurrency"], found["attention_us"], found["total_us"]) == (2, 25.0, 100.0)
+
+
+def test_a_port_in_use_is_an_error(tmp_path, port, server, capsys):
+    server()
+    assert run(tmp_path / "result.json", port) == 1
+    assert "is served by another process" in capsys.readouterr().err
+
+
+def test_client_keeps_the_concurrency_and_survives_no_server(server, port):
+    requests = run_load(server(), [[1, 2]] * 6, concurrency=2, max_new_tokens=5)
+    assert [request.num_tokens for request in requests] == [5] * 6
+    events = [(r.start, 1) for r in requests] + [(r.last, -1) for r in requests]
+    running = peak = 0
+    for _, change in sorted(events):
+        running += change
+        peak = max(peak, running)
+    assert peak <= 3  # the next starts at the moment when one ends
+    (failed,) = run_load("http://127.0.0.1:1", [[1]], concurrency=1, max_new_tokens=1)
+    assert "Error" in failed.error and failed.num_tokens == 0
+    with pytest.raises(ValueError, match="concurrency: 0"):
+        run_load("http://127.0.0.1:1", [], concurrency=0, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--out is needed"),
+        (["--out", "x"], "either a server command"),
+        (["--out", "x", "--attach", "stock=http://a:1", "--", "python"], "either a server command"),
+        (["--out", "x", "--attach", "stock=http://a:1"], "one URL each"),
+        (["--out", "x", "--attach", "ours=http://a:1"], "--attach: 'ours=http://a:1'"),
+        (["--out", "x", "--rounds", "0", "--", "python"], "--rounds: 0"),
+        (["--out", "x", "--concurrency", "0", "--", "python"], "--concurrency: 0"),
+        (["--out", "x", "--num-heads", "-1", "--", "python"], "--num-heads: -1"),
+    ],
+)
+def test_what_cannot_run_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serving.parse(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_metrics_by_hand():
+    requests = [Request(0.0, 0.1, 0.5, 5), Request(0.0, 0.3, 0.3, 1), Request(0.5, 1.0, 2.0, 11, "length")]
+    row = report.metrics([*requests, Request(0.0, 0.0, 0.0, 0, error="no")])
+    assert (row["num_requests"], row["num_errors"], row["num_length_stops"]) == (4, 1, 1)
+    assert row["output_tokens_per_s"] == pytest.approx(17 / 2.0)
+    assert row["tpot_ms_p50"] == pytest.approx(100) and row["tpot_ms_mean"] == pytest.approx(100)
+    assert row["ttft_ms_p50"] == pytest.approx(300) and row["ttft_ms_p99"] == pytest.approx(300 + 0.98 * 200)
+    assert report.metrics([])["output_tokens_per_s"] is None and report.percentile([], 50) is None
+
+
+def test_ratio_and_its_bound_by_hand():
+    values = [(0, 100, 110), (1, 100, 100), (2, 200, 210)]
+    rows = [
+        {"arm": arm, "round": number, "concurrency": 8, "output_tokens_per_s": speed}
+        for number, stock, plugin in values
+        for arm, speed in (("stock", stock), ("plugin", plugin))
+    ]
+    rows.append({"arm": "stock", "round": 3, "concurrency": 8, "output_tokens_per_s": 100})
+    rows.append({"arm": "plugin", "round": 3, "concurrency": 8, "output_tokens_per_s": None})
+    found = report.summarise(rows)["8"]
+    assert found["pairs"] == 3 and found["ratio_median"] == pytest.approx(1.05)
+    logs = [math.log(1.1), 0.0, math.log(1.05)]
+    center = sum(logs) / 3
+    spread = math.sqrt(sum((log - center) ** 2 for log in logs) / 2)
+    assert found["ratio_lower_95"] == pytest.approx(math.exp(center - 2.920 * spread / math.sqrt(3)))
+    assert report.lower_bound([1.1]) is None and report.lower_bound([1.0] * 40) == pytest.approx(1.0)
+
+
+def test_kernel_shares_and_steps_by_hand():
+    events = [
+        {"cat": "kernel", "name": "flash_fwd_splitkv_mla", "dur": 30.0},
+        {"cat": "kernel", "name": "gemm", "dur": 60.0},
+        {"cat": "kernel", "name": "sparse_mqa", "dur": 10.0},
+        {"cat": "cpu_op", "name": "sparse_mqa", "dur": 99.0},
+    ]
+    found = report.kernel_shares(events, serving.ATTENTION_KERNELS)
+    assert (found["total_us"], found["attention_us"]) == (100.0, 40.0) and next(iter(found["kernels_us"])) == "gemm"
+    log = "Decode batch, #running-req: {}, #token: 1, cuda graph: {}, gen throughput (token/s): {}, x\n"
+    text = log.format(8, "True", 1000.0) + log.format(8, "True", 2000.0) + log.format(8, "False", 10.0) + "other\n"
+    assert report.decode_step_ms(text) == {"8": pytest.approx(6.0)}
