@@ -1,7 +1,7 @@
-// Sparse MQA decode over packed fp8 pages, for Hopper (sm_90a). Compiled at run time by sparse_mqa_cuda.py, which
-// defines HEAD_TILE (8, 16 or 32 query heads a block), CLUSTER (1: the blocks of a cluster share one query's keys
-// and merge; 0: one block a query, persistent), STAGES (key tiles in flight) and SHARES (at least C * ceil(HEAD_TILE / C)
-// for every cluster size C in use). The page format is described in kv_cache.py.
+// Sparse MQA decode over packed fp8 pages, for Hopper (sm_90a). Compiled at run time, behind hopper_ptx.cuh, by
+// sparse_mqa_cuda.py, which defines HEAD_TILE (8, 16 or 32 query heads a block), CLUSTER (1: the blocks of a cluster
+// share one query's keys and merge; 0: one block a query, persistent), STAGES (key tiles in flight) and SHARES (at
+// least C * ceil(HEAD_TILE / C) for every cluster size C in use). The page format is described in kv_cache.py.
 //
 // One work item is one query token and HEAD_TILE of its heads. A block walks the item's keys in tiles of 64:
 //
@@ -9,18 +9,10 @@
 //   warps 0-3    scores: S^T [64 keys x heads] by fp8 wgmma straight from the packed bytes. A query is split into two
 //                e4m3 numbers, hi + lo, which hold all 8 significant bits of a bf16; each group of 64 channels has its
 //                own accumulator, multiplied by the key's scale in float32. Online softmax in base 2; the
-//                probabilities go to shared memory. 
+//                probabilities go to shared memory.
 //   warps 4-11   values: O^T [channels x heads], a 64-channel group a warp, by mma.sync; e4m3 becomes fp16 in
 //                registers (exact), the key's scale multiplies its probability, as an fp16 power of two relative to
 //                2**X. X follows the largest scale of each tile, so that every e8m0 scale is usable
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#define DEV __device__ __forceinline__
 
 constexpr int TILE = 64;
 constexpr int HEADS = HEAD_TILE;
@@ -58,26 +50,26 @@ struct Params {
   int num_heads, head_blocks, num_items;
   u32 block_magic, block_shift;      // item / head_blocks, as a slot's page
   u32 cluster_magic, cluster_shift;  // the same for division by the cluster's size
-  float scale_log2;              // softmax_scale * log2(e)
+  float scale_log2;                  // softmax_scale * log2(e)
 };
 
 // ---- shared memory, bytes -------------------------------------------------------------------------------------------
 
 constexpr int GROUP_BYTES = TILE * 64, ROPE_AT = GROUPS * GROUP_BYTES, STAGE_BYTES = ROPE_AT + TILE * 128;
-constexpr int Q_ROWS = 2 * HEADS;                  // hi rows, then lo rows
-constexpr int P_ROW = 144;                         // 64 fp16 and 16 bytes against bank conflicts
+constexpr int Q_ROWS = 2 * HEADS;  // hi rows, then lo rows
+constexpr int P_ROW = 144;         // 64 fp16 and 16 bytes against bank conflicts
 constexpr int Q_ROPE_AT = GROUPS * Q_ROWS * 64, Q_BYTES = Q_ROPE_AT + HEADS * 128;
-constexpr int Q_BUFFERS = CLUSTER ? 1 : 2;         // a persistent block prepares the next item's query early
-constexpr int at_q = STAGES * STAGE_BYTES;         // [buffer]: [group][Q_ROWS][64 bytes], 64-byte swizzle; then
-                                                   // [HEADS][128 bytes] of RoPE, 128-byte swizzle
-constexpr int at_scales = at_q + Q_BUFFERS * Q_BYTES;         // [stage][key] 8 bytes
-constexpr int at_p = at_scales + STAGES * TILE * 8;           // [buffer][head] fp16
-constexpr int at_tile_max = at_p + 2 * HEADS * P_ROW;         // [head][warp] float
-constexpr int at_alpha = at_tile_max + HEADS * 16;            // [buffer][head] float
-constexpr int at_flag = at_alpha + 2 * HEADS * 4;             // [buffer] u32: is there an alpha to apply?
-constexpr int at_result = at_flag + 16;                       // [head] float4: factor of the values, reference, sum
-constexpr int at_q_unit = at_result + HEADS * 16;           // [buffer][head] float: score unit
-constexpr int at_valid = at_q_unit + Q_BUFFERS * HEADS * 4;               // [stage][4] u16: which of a warp's 16 keys exist
+constexpr int Q_BUFFERS = CLUSTER ? 1 : 2;             // a persistent block prepares the next item's query early
+constexpr int at_q = STAGES * STAGE_BYTES;             // [buffer]: [group][Q_ROWS][64 bytes], 64-byte swizzle; then
+                                                       // [HEADS][128 bytes] of RoPE, 128-byte swizzle
+constexpr int at_scales = at_q + Q_BUFFERS * Q_BYTES;  // [stage][key] 8 bytes
+constexpr int at_p = at_scales + STAGES * TILE * 8;    // [buffer][head] fp16
+constexpr int at_tile_max = at_p + 2 * HEADS * P_ROW;  // [head][warp] float
+constexpr int at_alpha = at_tile_max + HEADS * 16;     // [buffer][head] float
+constexpr int at_flag = at_alpha + 2 * HEADS * 4;      // [buffer] u32: is there an alpha to apply?
+constexpr int at_result = at_flag + 16;                // [head] float4: factor of the values, reference, sum
+constexpr int at_q_unit = at_result + HEADS * 16;      // [buffer][head] float: score unit
+constexpr int at_valid = at_q_unit + Q_BUFFERS * HEADS * 4;  // [stage][4] u16: which of a warp's 16 keys exist
 constexpr int at_bars = at_valid + STAGES * 8;
 constexpr int BAR_FULL = at_bars, BAR_EMPTY = BAR_FULL + STAGES * 8, BAR_P_FULL = BAR_EMPTY + STAGES * 8,
               BAR_P_EMPTY = BAR_P_FULL + 16, BAR_DONE = BAR_P_EMPTY + 16, BAR_READ = BAR_DONE + 8,
@@ -91,143 +83,18 @@ static_assert(HEADS * SHARE_BYTES <= STAGES * STAGE_BYTES, "own shares");
 static_assert(SMEM_BYTES <= 232448, "shared memory");
 static_assert(at_q % 1024 == 0 && Q_ROPE_AT % 1024 == 0 && Q_BYTES % 1024 == 0, "swizzle atoms");
 
-// ---- PTX ------------------------------------------------------------------------------------------------------------
-
-DEV u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEV u32 lds32(u32 a) { u32 r; asm volatile("ld.shared.u32 %0,[%1];" : "=r"(r) : "r"(a)); return r; }
-DEV u32 lds8(u32 a) { u32 r; asm volatile("ld.shared.u8 %0,[%1];" : "=r"(r) : "r"(a)); return r; }
-DEV u32 lds16(u32 a) { u16 r; asm volatile("ld.shared.u16 %0,[%1];" : "=h"(r) : "r"(a)); return r; }
-DEV uint2 lds64(u32 a) { uint2 r; asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(r.x), "=r"(r.y) : "r"(a)); return r; }
-DEV uint4 lds128(u32 a) {
-  uint4 r;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(a));
-  return r;
-}
-DEV float ldsf(u32 a) { return __uint_as_float(lds32(a)); }
-DEV void sts16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0],%1;" ::"r"(a), "h"((u16)v) : "memory"); }
-DEV void sts32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory"); }
-DEV void stsf(u32 a, float v) { sts32(a, __float_as_uint(v)); }
-DEV void sts64f(u32 a, float x, float y) { asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory"); }
-DEV void sts128(u32 a, const u32* v) {
-  asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-DEV uint4 ldg128(const void* p) {
-  uint4 r;
-  asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
-  return r;
-}
-DEV float ldgf(const float* p) { float r; asm volatile("ld.global.nc.f32 %0,[%1];" : "=f"(r) : "l"(p)); return r; }
-DEV int ldg32(const int* p) { int r; asm volatile("ld.global.nc.s32 %0,[%1];" : "=r"(r) : "l"(p)); return r; }
-DEV void ldmatrix4(u32 a, u32* r) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
-}
-DEV void copy16(u32 to, const u8* from, u32 bytes) {  // fewer than 16 bytes: the rest is zeros
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-DEV void copy8(u32 to, const u8* from, u32 bytes) {
-  asm volatile("cp.async.ca.shared.global [%0],[%1],8,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-DEV void bar_init(u32 b, u32 n) { asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(b), "r"(n) : "memory"); }
-DEV void bar_arrive(u32 b) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(b) : "memory"); }
-// One arrival for a warp. A race checker that does not follow __syncwarp() is given every lane's (RACECHECK).
-#ifdef RACECHECK
-constexpr int WARP_ARRIVALS = 32;
-#else
-constexpr int WARP_ARRIVALS = 1;
-#endif
-DEV void warp_arrive(u32 b, int lane) {
-  __syncwarp();
-  if (WARP_ARRIVALS > 1 || lane == 0) bar_arrive(b);
-}
-DEV void bar_arrive_copies(u32 b) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(b) : "memory"); }
-DEV void bar_wait(u32 b, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2; selp.u32 %0,1,0,p;}"
-        : "=r"(done) : "r"(b), "r"(parity) : "memory");
-  } while (!done);
-}
-template <int ID, int THREADS> DEV void sync_threads() { asm volatile("bar.sync %0,%1;" ::"n"(ID), "n"(THREADS) : "memory"); }
-// Barrier that also says whether any thread's `mine` holds.
-template <int ID, int THREADS> DEV bool sync_any(bool mine) {
-  u32 any;
-  asm volatile("{.reg .pred p,q; setp.ne.u32 q,%1,0; bar.red.or.pred p,%2,%3,q; selp.u32 %0,1,0,p;}"
-               : "=r"(any) : "r"((u32)mine), "n"(ID), "n"(THREADS) : "memory");
-  return any;
-}
-DEV float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
-DEV float inverse(float x) { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
-DEV float log2_(float x) { float y; asm("lg2.approx.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
-DEV u32 max_u16x2(u32 a, u32 b) { u32 r; asm("max.u16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 mul_f16x2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 pack_f16(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-DEV u32 pack_bf16(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-DEV void unpack_f16(u32 v, float& lo, float& hi) {
-  asm("{.reg .b16 a,b; mov.b32 {a,b},%2; cvt.f32.f16 %0,a; cvt.f32.f16 %1,b;}" : "=f"(lo), "=f"(hi) : "r"(v));
-}
-DEV float bf16_lo(u32 v) { return __uint_as_float(v << 16); }
-DEV float bf16_hi(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-DEV u32 mul_bf16x2(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV u32 sub_f16x2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-DEV void e4m3_to_f16(u32 v, u32& lo, u32& hi) {  // bytes 0, 1 -> lo, bytes 2, 3 -> hi
-  asm("{.reg .b16 a,b; mov.b32 {a,b},%2; cvt.rn.f16x2.e4m3x2 %0,a; cvt.rn.f16x2.e4m3x2 %1,b;}" : "=r"(lo), "=r"(hi) : "r"(v));
-}
-DEV u32 f16_to_e4m3(u32 lo, u32 hi) {
-  u32 r;
-  asm("{.reg .b16 a,b; cvt.rn.satfinite.e4m3x2.f16x2 a,%1; cvt.rn.satfinite.e4m3x2.f16x2 b,%2; mov.b32 %0,{a,b};}"
-      : "=r"(r) : "r"(lo), "r"(hi));
-  return r;
-}
-DEV void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-template <bool BF16> DEV void mma(float* c, const u32* a, u32 b0, u32 b1) {
-  if constexpr (BF16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Descriptor of a K-major operand: 8-row atoms of 64- or 128-byte rows, swizzled; atoms follow one another. `base` is
-// descriptor_base() of an address, `offset` bytes are added to it.
-DEV u32 descriptor_base(u32 address) { return __shfl_sync(~0u, address >> 4 | 1 << 16, 0); }
-template <int ROW_BYTES> DEV u64 descriptor(u32 base, int offset) {
-  constexpr u32 high = ROW_BYTES * 8 >> 4 | (ROW_BYTES == 128 ? 1u : 2u) << 30;
-  return (u64)high << 32 | (base + (offset >> 4));
-}
-DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-
-#define ACC4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define ACC8(d, i) ACC4(d, i), ACC4(d, i + 4)
-#define ACC16(d, i) ACC8(d, i), ACC8(d, i + 8)
-#define L4 "%0,%1,%2,%3"
-#define L8 L4 ",%4,%5,%6,%7"
-#define L16 L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define WGMMA(shape, types, list, a, b, p, tail, ...)                                                           \
-  asm volatile("{.reg .pred p; setp.ne.b32 p," p ",0; wgmma.mma_async.sync.aligned." shape "." types " {" list  \
-               "}," a "," b ",p,1,1" tail ";}"                                                                  \
-               : __VA_ARGS__ : "l"(da), "l"(db), "r"(accumulate))
-
-// D[64 x N] (+)= A . B^T, 32 e4m3 channels
-template <int N> DEV void wgmma_fp8(float* d, u64 da, u64 db, int accumulate) {
-  if constexpr (N == 16) WGMMA("m64n16k32", "f32.e4m3.e4m3", L8, "%8", "%9", "%10", "", ACC8(d, 0));
-  if constexpr (N == 32) WGMMA("m64n32k32", "f32.e4m3.e4m3", L16, "%16", "%17", "%18", "", ACC16(d, 0));
-}
-// the same, 16 bf16 channels
-template <int N> DEV void wgmma_bf16(float* d, u64 da, u64 db, int accumulate) {
-  if constexpr (N == 8) WGMMA("m64n8k16", "f32.bf16.bf16", L4, "%4", "%5", "%6", ",0,0", ACC4(d, 0));
-  if constexpr (N == 16) WGMMA("m64n16k16", "f32.bf16.bf16", L8, "%8", "%9", "%10", ",0,0", ACC8(d, 0));
-  if constexpr (N == 32) WGMMA("m64n32k16", "f32.bf16.bf16", L16, "%16", "%17", "%18", ",0,0", ACC16(d, 0));
-}
-
 // ---- work items -----------------------------------------------------------------------------------------------------
 
-DEV u32 cluster_rank() { u32 r; asm("mov.u32 %0,%%cluster_ctarank;" : "=r"(r)); return CLUSTER ? r : 0; }
-DEV u32 cluster_size() { u32 r; asm("mov.u32 %0,%%cluster_nctarank;" : "=r"(r)); return CLUSTER ? r : 1; }
+DEV u32 cluster_rank() {
+  u32 r;
+  asm("mov.u32 %0,%%cluster_ctarank;" : "=r"(r));
+  return CLUSTER ? r : 0;
+}
+DEV u32 cluster_size() {
+  u32 r;
+  asm("mov.u32 %0,%%cluster_nctarank;" : "=r"(r));
+  return CLUSTER ? r : 1;
+}
 DEV u32 remote(u32 address, u32 rank) {
   u32 r;
   asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
@@ -235,7 +102,9 @@ DEV u32 remote(u32 address, u32 rank) {
 }
 DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // A block of a cluster owns, and merges, the heads of its tile from the first one on to the next block's first.
-DEV u32 over_cluster(const Params& p, u32 n) { return CLUSTER ? __umulhi(2 * n, p.cluster_magic) >> p.cluster_shift : n; }
+DEV u32 over_cluster(const Params& p, u32 n) {
+  return CLUSTER ? __umulhi(2 * n, p.cluster_magic) >> p.cluster_shift : n;
+}
 DEV int first_owned(const Params& p, u32 rank, u32 size) { return over_cluster(p, rank * HEADS + size - 1); }
 
 DEV int token_of(const Params& p, int item) { return __umulhi(2 * (u32)item, p.block_magic) >> p.block_shift; }
@@ -274,7 +143,10 @@ struct Stage {
   int index = 0;
   u32 phase = 0;
   DEV void next() {
-    if (++index == STAGES) { index = 0; phase ^= 1; }
+    if (++index == STAGES) {
+      index = 0;
+      phase ^= 1;
+    }
   }
 };
 
@@ -335,8 +207,7 @@ DEV void gather(const Params& p, u32 smem, int warp, int lane) {
       if (tile_count >= STAGES) bar_wait(smem + BAR_EMPTY + stage.index * 8, stage.phase ^ 1);
       if (lane == 0) sts16(smem + at_valid + stage.index * 8 + warp * 2, valid);
       if (warp < share.blocks(tile)) {
-        if (lane < 16)
-          copy8(smem + at_scales + (stage.index * TILE + warp * 16 + lane) * 8, scale, slot >= 0 ? 8 : 0);
+        if (lane < 16) copy8(smem + at_scales + (stage.index * TILE + warp * 16 + lane) * 8, scale, slot >= 0 ? 8 : 0);
         const u32 data = smem + stage.index * STAGE_BYTES + warp * 16 * 64, rope = data + ROPE_AT + warp * 16 * 64;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -367,7 +238,8 @@ DEV float scale_of(const uint2& e, int g) {
 
 constexpr int ACC_N = MERGED ? 2 * HEADS : HEADS;
 // keys, q: descriptor bases of a stage and of a query buffer
-template <int G> DEV void score_group(float* acc, u32 keys, u32 q) {
+template <int G>
+DEV void score_group(float* acc, u32 keys, u32 q) {
   constexpr int k = G * GROUP_BYTES, hi = G * Q_ROWS * 64, lo = hi + HEADS * 64;
   wgmma_fp8<ACC_N>(acc, descriptor<64>(keys, k), descriptor<64>(q, hi), 0);
   wgmma_fp8<ACC_N>(acc, descriptor<64>(keys, k + 32), descriptor<64>(q, hi + 32), 1);
@@ -376,7 +248,8 @@ template <int G> DEV void score_group(float* acc, u32 keys, u32 q) {
     wgmma_fp8<ACC_N>(acc, descriptor<64>(keys, k + 32), descriptor<64>(q, lo + 32), 1);
   }
 }
-template <int G> DEV void add_group(float* s, const float* acc, const uint2& e0, const uint2& e1) {
+template <int G>
+DEV void add_group(float* s, const float* acc, const uint2& e0, const uint2& e1) {
   const float s0 = scale_of(e0, G), s1 = scale_of(e1, G);
 #pragma unroll
   for (int i = 0; i < 4 * NB; i++) {
@@ -393,32 +266,44 @@ DEV void score_tile(float* s, u32 keys, u32 q, const uint2& e0, const uint2& e1)
 #pragma unroll
   for (int k = 0; k < 4; k++)
     wgmma_bf16<HEADS>(s, descriptor<128>(keys, ROPE_AT + k * 32), descriptor<128>(q, Q_ROPE_AT + k * 32), k > 0);
-  score_group<0>(acc[0], keys, q); score_group<1>(acc[1], keys, q);
+  score_group<0>(acc[0], keys, q);
+  score_group<1>(acc[1], keys, q);
   wgmma_commit();
-  score_group<2>(acc[2], keys, q); score_group<3>(acc[3], keys, q);
+  score_group<2>(acc[2], keys, q);
+  score_group<3>(acc[3], keys, q);
   wgmma_commit();
   if constexpr (MERGED) {
-    score_group<4>(acc[4], keys, q); score_group<5>(acc[5], keys, q); score_group<6>(acc[6], keys, q);
+    score_group<4>(acc[4], keys, q);
+    score_group<5>(acc[5], keys, q);
+    score_group<6>(acc[6], keys, q);
     wgmma_commit();
     wgmma_wait<2>();
-    add_group<0>(s, acc[0], e0, e1); add_group<1>(s, acc[1], e0, e1);
+    add_group<0>(s, acc[0], e0, e1);
+    add_group<1>(s, acc[1], e0, e1);
     wgmma_wait<1>();
-    add_group<2>(s, acc[2], e0, e1); add_group<3>(s, acc[3], e0, e1);
+    add_group<2>(s, acc[2], e0, e1);
+    add_group<3>(s, acc[3], e0, e1);
     wgmma_wait<0>();
-    add_group<4>(s, acc[4], e0, e1); add_group<5>(s, acc[5], e0, e1); add_group<6>(s, acc[6], e0, e1);
+    add_group<4>(s, acc[4], e0, e1);
+    add_group<5>(s, acc[5], e0, e1);
+    add_group<6>(s, acc[6], e0, e1);
   } else {
     wgmma_wait<1>();
-    add_group<0>(s, acc[0], e0, e1); add_group<1>(s, acc[1], e0, e1);
+    add_group<0>(s, acc[0], e0, e1);
+    add_group<1>(s, acc[1], e0, e1);
     wgmma_fence();
-    score_group<4>(acc[0], keys, q); score_group<5>(acc[1], keys, q);
+    score_group<4>(acc[0], keys, q);
+    score_group<5>(acc[1], keys, q);
     wgmma_commit();
     wgmma_wait<1>();
-    add_group<2>(s, acc[2], e0, e1); add_group<3>(s, acc[3], e0, e1);
+    add_group<2>(s, acc[2], e0, e1);
+    add_group<3>(s, acc[3], e0, e1);
     wgmma_fence();
     score_group<6>(acc[2], keys, q);
     wgmma_commit();
     wgmma_wait<1>();
-    add_group<4>(s, acc[0], e0, e1); add_group<5>(s, acc[1], e0, e1);
+    add_group<4>(s, acc[0], e0, e1);
+    add_group<5>(s, acc[1], e0, e1);
     wgmma_wait<0>();
     add_group<6>(s, acc[2], e0, e1);
   }
@@ -535,11 +420,13 @@ DEV void scores(const Params& p, u32 smem, int warp, int lane) {
           const int head = (c >> 1) * 8 + 2 * t + (c & 1);
           const uint4 w = lds128(smem + at_tile_max + head * 16);
           const float sum = __uint_as_float(w.x) + __uint_as_float(w.y) + __uint_as_float(w.z) + __uint_as_float(w.w);
-          // A cluster's block normalises by its own keys, so that no sum of large values overflows; merge() adds the sink.
+          // A cluster's block normalises by its own keys, so that no sum of large values overflows; merge() adds the
+          // sink.
           const float factor = sum == 0.f ? 0.f : inverse(CLUSTER ? sum : sum + exp2_(sink[c] - m[c]));
           const u32 v[4] = {__float_as_uint(factor), __float_as_uint(m[c]), __float_as_uint(sum), 0};
           sts128(smem + at_result + head * 16, v);
-          if (!CLUSTER && head0 + head < p.num_heads) p.lse[(i64)token * p.num_heads + head0 + head] = log_sum(m[c], sum);
+          if (!CLUSTER && head0 + head < p.num_heads)
+            p.lse[(i64)token * p.num_heads + head0 + head] = log_sum(m[c], sum);
         }
       }
       warp_arrive(smem + BAR_DONE, lane);
@@ -561,7 +448,10 @@ struct Query {
       const int head = head0 + j * WARPS_VALUES + warp;
       const u16* row = p.q + token * p.q_token_stride + head * p.q_head_stride + lane * 16;
       v[j][0] = v[j][1] = make_uint4(0, 0, 0, 0);
-      if (head < p.num_heads) { v[j][0] = ldg128(row); v[j][1] = ldg128(row + 8); }
+      if (head < p.num_heads) {
+        v[j][0] = ldg128(row);
+        v[j][1] = ldg128(row + 8);
+      }
     }
   }
   // As e4m3 hi + lo and, for RoPE, bf16; the scores wait for BAR_Q.
@@ -579,12 +469,14 @@ struct Query {
       const u32 exponent = min(261 - (largest >> 7), 227u);
 #pragma unroll
       for (int i = 0; i < 8; i++) x[i] = mul_bf16x2(x[i], exponent << 7 | exponent << 23);
-      if (lane == 0) stsf(smem + at_q_unit + (buffer * HEADS + row) * 4, __uint_as_float((254 - exponent) << 23) * p.scale_log2);
+      if (lane == 0)
+        stsf(smem + at_q_unit + (buffer * HEADS + row) * 4, __uint_as_float((254 - exponent) << 23) * p.scale_log2);
       if (lane < 28) {
         u32 hi[4], lo[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const u32 y0 = pack_f16(bf16_lo(x[2 * i]), bf16_hi(x[2 * i])), y1 = pack_f16(bf16_lo(x[2 * i + 1]), bf16_hi(x[2 * i + 1]));
+          const u32 y0 = pack_f16(bf16_lo(x[2 * i]), bf16_hi(x[2 * i])),
+                    y1 = pack_f16(bf16_lo(x[2 * i + 1]), bf16_hi(x[2 * i + 1]));
           u32 h0, h1;
           hi[i] = f16_to_e4m3(y0, y1);
           e4m3_to_f16(hi[i], h0, h1);
@@ -608,10 +500,13 @@ struct Query {
 
 // O^T of one 64-channel group: o[i][nb] has channels 8 b + 2 i (elements 0, 1) and 8 b + 2 i + 1 (2, 3), where b is
 // `block`, of heads 8 nb + 2 t (0, 2) and the next (1, 3).
-template <bool ROPE> DEV void values_block(float (*o)[NB][4], int ks, u32 keys0, u32 keys2, u32 probs, u32 scale0, u32 scale1) {
+template <bool ROPE>
+DEV void values_block(float (*o)[NB][4], int ks, u32 keys0, u32 keys2, u32 probs, u32 scale0, u32 scale1) {
   u32 b[NB][2];
   if constexpr (NB == 1) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1},[%2];" : "=r"(b[0][0]), "=r"(b[0][1]) : "r"(probs + ks * 32));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1},[%2];"
+                 : "=r"(b[0][0]), "=r"(b[0][1])
+                 : "r"(probs + ks * 32));
   } else {
 #pragma unroll
     for (int nb = 0; nb < NB; nb += 2) ldmatrix4(probs + nb * 8 * P_ROW + ks * 32, &b[nb][0]);
@@ -624,8 +519,10 @@ template <bool ROPE> DEV void values_block(float (*o)[NB][4], int ks, u32 keys0,
     const u32 x2[4] = {v2.x, v2.y, v2.z, v2.w}, x3[4] = {v3.x, v3.y, v3.z, v3.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      a[i][0] = __byte_perm(x0[i], x1[i], 0x5410); a[i][1] = __byte_perm(x0[i], x1[i], 0x7632);
-      a[i][2] = __byte_perm(x2[i], x3[i], 0x5410); a[i][3] = __byte_perm(x2[i], x3[i], 0x7632);
+      a[i][0] = __byte_perm(x0[i], x1[i], 0x5410);
+      a[i][1] = __byte_perm(x0[i], x1[i], 0x7632);
+      a[i][2] = __byte_perm(x2[i], x3[i], 0x5410);
+      a[i][3] = __byte_perm(x2[i], x3[i], 0x7632);
     }
 #pragma unroll
     for (int nb = 0; nb < NB; nb++)
@@ -638,12 +535,19 @@ template <bool ROPE> DEV void values_block(float (*o)[NB][4], int ks, u32 keys0,
   } else {
     const uint2 v0 = lds64(keys0 + ks * 1024), v1 = lds64(keys0 + ks * 1024 + 512);
     const uint2 v2 = lds64(keys2 + ks * 1024), v3 = lds64(keys2 + ks * 1024 + 512);
-    e4m3_to_f16(__byte_perm(v0.x, v1.x, 0x5140), a[0][0], a[0][1]); e4m3_to_f16(__byte_perm(v2.x, v3.x, 0x5140), a[0][2], a[0][3]);
-    e4m3_to_f16(__byte_perm(v0.x, v1.x, 0x7362), a[1][0], a[1][1]); e4m3_to_f16(__byte_perm(v2.x, v3.x, 0x7362), a[1][2], a[1][3]);
-    e4m3_to_f16(__byte_perm(v0.y, v1.y, 0x5140), a[2][0], a[2][1]); e4m3_to_f16(__byte_perm(v2.y, v3.y, 0x5140), a[2][2], a[2][3]);
-    e4m3_to_f16(__byte_perm(v0.y, v1.y, 0x7362), a[3][0], a[3][1]); e4m3_to_f16(__byte_perm(v2.y, v3.y, 0x7362), a[3][2], a[3][3]);
+    e4m3_to_f16(__byte_perm(v0.x, v1.x, 0x5140), a[0][0], a[0][1]);
+    e4m3_to_f16(__byte_perm(v2.x, v3.x, 0x5140), a[0][2], a[0][3]);
+    e4m3_to_f16(__byte_perm(v0.x, v1.x, 0x7362), a[1][0], a[1][1]);
+    e4m3_to_f16(__byte_perm(v2.x, v3.x, 0x7362), a[1][2], a[1][3]);
+    e4m3_to_f16(__byte_perm(v0.y, v1.y, 0x5140), a[2][0], a[2][1]);
+    e4m3_to_f16(__byte_perm(v2.y, v3.y, 0x5140), a[2][2], a[2][3]);
+    e4m3_to_f16(__byte_perm(v0.y, v1.y, 0x7362), a[3][0], a[3][1]);
+    e4m3_to_f16(__byte_perm(v2.y, v3.y, 0x7362), a[3][2], a[3][3]);
 #pragma unroll
-    for (int nb = 0; nb < NB; nb++) { b[nb][0] = mul_f16x2(b[nb][0], scale0); b[nb][1] = mul_f16x2(b[nb][1], scale1); }
+    for (int nb = 0; nb < NB; nb++) {
+      b[nb][0] = mul_f16x2(b[nb][0], scale0);
+      b[nb][1] = mul_f16x2(b[nb][1], scale1);
+    }
   }
 #pragma unroll
   for (int i = 0; i < 4; i++)
@@ -651,8 +555,8 @@ template <bool ROPE> DEV void values_block(float (*o)[NB][4], int ks, u32 keys0,
     for (int nb = 0; nb < NB; nb++) mma<ROPE>(o[i][nb], a[i], b[nb][0], b[nb][1]);
 }
 
-// x follows the largest scale exponent of a tile; it is kept while that lies in [x - BELOW, x + ABOVE], where fp16 holds
-// the scales relative to it. Returns the factor by which the accumulators change.
+// x follows the largest scale exponent of a tile; it is kept while that lies in [x - BELOW, x + ABOVE], where fp16
+// holds the scales relative to it. Returns the factor by which the accumulators change.
 constexpr int ABOVE = 5, BELOW = 8;
 DEV float follow_exponent(int& x, int largest) {
   if (largest == 0) return 1.f;  // no key
@@ -673,11 +577,13 @@ DEV void values(const Params& p, u32 smem, int warp, int lane) {
   const int row = (t & 1) | (t & 2) << 1, block = rope ? (g & 4) | (g & 1) << 1 | (g & 2) >> 1 : g;
   const u32 keys0 = rope ? ROPE_AT + row * 128 + ((block ^ (row & 7)) << 4)
                          : warp * GROUP_BYTES + row * 64 + (((block >> 1) ^ (row >> 1)) << 4) + (block & 1) * 8;
-  const u32 keys2 = rope ? ROPE_AT + (row + 2) * 128 + ((block ^ (row + 2 & 7)) << 4)
-                         : warp * GROUP_BYTES + (row + 2) * 64 + (((block >> 1) ^ (row + 2 >> 1)) << 4) + (block & 1) * 8;
+  const u32 keys2 =
+      rope ? ROPE_AT + (row + 2) * 128 + ((block ^ (row + 2 & 7)) << 4)
+           : warp * GROUP_BYTES + (row + 2) * 64 + (((block >> 1) ^ (row + 2 >> 1)) << 4) + (block & 1) * 8;
   const u32 probs = smem + at_p + ((NB > 1 ? lane >> 4 : 0) * 8 + (lane & 7)) * P_ROW + (lane >> 3 & 1) * 16;
   // The scales of a tile: lane 8 ks + j has those of the key pair in word j of the 16 keys ks.
-  const u32 scales = smem + at_scales + ((lane >> 3) * 16 + ((lane & 1) | (lane & 2) << 1 | (lane & 4) >> 1)) * 8 + warp;
+  const u32 scales =
+      smem + at_scales + ((lane >> 3) * 16 + ((lane & 1) | (lane & 2) << 1 | (lane & 4) >> 1)) * 8 + warp;
   Stage stage;
   int tile_count = 0, item_count = -1;
   RawLengths raw;
@@ -710,16 +616,23 @@ DEV void values(const Params& p, u32 smem, int warp, int lane) {
         int e0 = lds8(scales + stage.index * TILE * 8), e1 = lds8(scales + stage.index * TILE * 8 + 64);
         if (lane >> 3 >= blocks) e0 = e1 = 0;
         const int larger = max(e0, e1);
-        if (__any_sync(~0u, larger > x + ABOVE) || !__any_sync(~0u, larger >= x - BELOW)) shift = follow_exponent(x, __reduce_max_sync(~0u, larger));
+        if (__any_sync(~0u, larger > x + ABOVE) || !__any_sync(~0u, larger >= x - BELOW))
+          shift = follow_exponent(x, __reduce_max_sync(~0u, larger));
         scale = relative_scale(e0, x) | relative_scale(e1, x) << 16;
       }
       if (flag || shift != 1.f) {
 #pragma unroll
         for (int nb = 0; nb < NB; nb++) {
           const uint2 w = lds64(smem + at_alpha + (buffer * HEADS + nb * 8 + 2 * t) * 4);
-          const float a0 = flag ? __uint_as_float(w.x) * shift : shift, a1 = flag ? __uint_as_float(w.y) * shift : shift;
+          const float a0 = flag ? __uint_as_float(w.x) * shift : shift,
+                      a1 = flag ? __uint_as_float(w.y) * shift : shift;
 #pragma unroll
-          for (int i = 0; i < 4; i++) { o[i][nb][0] *= a0; o[i][nb][1] *= a1; o[i][nb][2] *= a0; o[i][nb][3] *= a1; }
+          for (int i = 0; i < 4; i++) {
+            o[i][nb][0] *= a0;
+            o[i][nb][1] *= a1;
+            o[i][nb][2] *= a0;
+            o[i][nb][3] *= a1;
+          }
         }
       }
       const u32 data = smem + stage.index * STAGE_BYTES, pb = probs + buffer * HEADS * P_ROW;
@@ -745,7 +658,8 @@ DEV void values(const Params& p, u32 smem, int warp, int lane) {
     bar_wait(smem + BAR_DONE, item_count & 1);
     if (CLUSTER) sync_threads<5, 256>();  // the stages are free
     const float unit = __uint_as_float((u32)x << 23);
-    const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * HEADS, channel = warp * 64 + block * 8;
+    const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * HEADS,
+              channel = warp * 64 + block * 8;
 #pragma unroll
     for (int nb = 0; nb < NB; nb++)
 #pragma unroll
@@ -786,16 +700,20 @@ DEV void merge(const Params& p, u32 smem, int thread, float sink0, float sink1) 
     if (count > 0)
       asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
                        remote(smem + at_shares + rank * rows * SHARE_BYTES, thread)),
-                   "r"(smem + at_own + first * SHARE_BYTES), "r"(count * SHARE_BYTES), "r"(remote(smem + BAR_MERGE, thread)) : "memory");
+                   "r"(smem + at_own + first * SHARE_BYTES), "r"(count * SHARE_BYTES),
+                   "r"(remote(smem + BAR_MERGE, thread))
+                   : "memory");
   }
-  const int item = over_cluster(p, blockIdx.x), token = token_of(p, item), head0 = (item - token * p.head_blocks) * HEADS;
-  const int first = first_owned(p, rank, size), count = min(first_owned(p, rank + 1, size), p.num_heads - head0) - first;
+  const int item = over_cluster(p, blockIdx.x), token = token_of(p, item),
+            head0 = (item - token * p.head_blocks) * HEADS;
+  const int first = first_owned(p, rank, size),
+            count = min(first_owned(p, rank + 1, size), p.num_heads - head0) - first;
   auto share_of = [&](u32 source, int i) {  // of the i-th owned head
     return smem + (source == rank ? at_own + (first + i) * SHARE_BYTES : at_shares + (source * rows + i) * SHARE_BYTES);
   };
   if (first < first_owned(p, rank + 1, size)) bar_wait(smem + BAR_MERGE, 0);
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // what was sent here has arrived
-  for (int i = warp; i < count; i += WARPS_VALUES) {  // lane c weighs the share of block c in head i
+  for (int i = warp; i < count; i += WARPS_VALUES) {                     // lane c weighs the share of block c in head i
     float reference = UNSET, sum = 0.f;
     if (lane < size) {
       const uint2 w = lds64(share_of(lane, i) + 2048);
@@ -810,7 +728,8 @@ DEV void merge(const Params& p, u32 smem, int thread, float sink0, float sink1) 
 #pragma unroll
     for (int d = 1; d < 16; d <<= 1) total += __shfl_xor_sync(~0u, total, d);
     const float sink = LOG2E * (i == warp ? sink0 : sink1);
-    if (lane < size) stsf(smem + at_tile_max + (i * size + lane) * 4, total == 0.f ? 0.f : weight * inverse(total + exp2_(sink - m)));
+    if (lane < size)
+      stsf(smem + at_tile_max + (i * size + lane) * 4, total == 0.f ? 0.f : weight * inverse(total + exp2_(sink - m)));
     if (lane == 0) p.lse[(i64)token * p.num_heads + head0 + first + i] = log_sum(m, total);
   }
   sync_threads<5, 256>();
@@ -852,13 +771,16 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_mqa(const __grid_con
     for (int i = 0; i < Q_BUFFERS; i++) bar_init(smem + BAR_Q + i * 8, WARPS_VALUES * WARP_ARRIVALS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (CLUSTER) {
-      const u32 rank = cluster_rank(), size = cluster_size(), count = first_owned(p, rank + 1, size) - first_owned(p, rank, size);
+      const u32 rank = cluster_rank(), size = cluster_size(),
+                count = first_owned(p, rank + 1, size) - first_owned(p, rank, size);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(smem + BAR_MERGE),
-                   "r"((size - 1) * count * SHARE_BYTES) : "memory");
+                   "r"((size - 1) * count * SHARE_BYTES)
+                   : "memory");
     }
   }
   {  // into L2 what is read first, whoever still writes it
-    const int item = over_cluster(p, blockIdx.x), token = token_of(p, item), head0 = (item - token * p.head_blocks) * HEADS;
+    const int item = over_cluster(p, blockIdx.x), token = token_of(p, item),
+              head0 = (item - token * p.head_blocks) * HEADS;
     const int i = threadIdx.x & 127, head = i >> 3;
     if (warp < 4) {
       prefetch_indices(p, token, i);

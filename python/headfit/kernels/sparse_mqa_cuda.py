@@ -217,7 +217,8 @@ def prewarm_cuda(num_heads: int, device: torch.device | str) -> None:
 
 def compile_kernel(tile: int, clustered: bool) -> bytes:
     """The cubin of one head tile, without or with clusters; from the cache on disk where it was compiled before."""
-    source = resources.files(__package__).joinpath("sparse_mqa.cu").read_text(encoding="utf-8")
+    files = (resources.files(__package__).joinpath(name) for name in ("hopper_ptx.cuh", "sparse_mqa.cu"))
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
     defines = _DEBUG_DEFINES | {
         "HEAD_TILE": tile,
         "CLUSTER": int(clustered),
