@@ -227,7 +227,18 @@ def run(args: argparse.Namespace, kernels: Sequence[Kernel]) -> dict[str, Any]:
                 print(report.table_line(cell, own, padded, null_us), flush=True)
             rows += measured
     return {
-        "benchmark": "decode_kernel",
+        **provenance("decode_kernel", gpu, args),
+        "pdl": next((kernel.pdl for kernel in kernels if kernel.pdl is not None), None),
+        "copy_gb_per_s": copy_gb_per_s,
+        "null_us": null_us,
+        "rows": rows,
+    }
+
+
+def provenance(benchmark: str, gpu: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields that say where a benchmark's rows come from."""
+    return {
+        "benchmark": benchmark,
         "gpu": gpu,
         "torch": torch.__version__,
         "triton": version_of("triton"),
@@ -236,10 +247,6 @@ def run(args: argparse.Namespace, kernels: Sequence[Kernel]) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "seed": args.seed,
-        "pdl": next((kernel.pdl for kernel in kernels if kernel.pdl is not None), None),
-        "copy_gb_per_s": copy_gb_per_s,
-        "null_us": null_us,
-        "rows": rows,
     }
 
 

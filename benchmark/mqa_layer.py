@@ -18,14 +18,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any, Protocol
 
 import mqa_layer_report as report
 import torch
 from decode_kernel import default_path as kernel_path
-from decode_kernel import git_commit, version_of
+from decode_kernel import provenance
 from mqa_layer_inputs import MODELS, DecodeStep, Shape, make_config
 
 from headfit import backends
@@ -164,15 +163,7 @@ def run(args: argparse.Namespace, meter: Meter) -> dict[str, Any]:
         rows += measured
         torch.cuda.empty_cache()
     return {
-        "benchmark": "mqa_layer",
-        "gpu": gpu,
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "flash_mla": version_of("flash_mla"),
-        "commit": args.commit or git_commit(),
-        "date": date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "seed": args.seed,
+        **provenance("mqa_layer", gpu, args),
         "num_layers": NUM_LAYERS,
         "rows": rows,
     }

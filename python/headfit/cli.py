@@ -227,7 +227,7 @@ def _plan(args: argparse.Namespace) -> int:
             plan_heads(
                 num_heads=num_heads, o_groups=o_groups, attn_tp_size=args.attn_tp, attn_tp_rank=0, supported=None
             )
-    from headfit.backends import BACKEND_NAMES, KERNELS
+    from headfit.backends import KERNELS
 
     sizes = allowed if args.attn_tp is None else (args.attn_tp,)
     kernels = [
@@ -235,7 +235,6 @@ def _plan(args: argparse.Namespace) -> int:
             "name": k.name,
             "architectures": k.architectures,
             "num_heads": k.num_heads,
-            "implemented": k.name in BACKEND_NAMES,
         }
         for k in KERNELS
     ]
@@ -278,7 +277,7 @@ def _fit(num_heads: int, size: int, kernel: KernelSupport) -> dict[str, Any]:
 
 
 def _plan_table(plan: dict[str, Any]) -> str:
-    names = [f"{k['name']}{'' if k['implemented'] else '*'} ({_span(k['architectures'])})" for k in plan["kernels"]]
+    names = [f"{k['name']} ({_span(k['architectures'])})" for k in plan["kernels"]]
     widths = [max(len(name), 18) for name in names]
     groups = "" if plan["o_groups"] is None else f", {plan['o_groups']} output groups"
     header = "  ".join(["attention TP", "local heads", *(name.rjust(w) for name, w in zip(names, widths, strict=True))])
@@ -292,8 +291,6 @@ def _plan_table(plan: dict[str, Any]) -> str:
         ]
         columns = [f"{entry['attn_tp_size']:12}", f"{entry['num_local_heads']:11}"]
         rows.append("  ".join(columns + [cell.rjust(w) for cell, w in zip(cells, widths, strict=True)]))
-    if not all(kernel["implemented"] for kernel in plan["kernels"]):
-        rows += ["", "* the kernel's rule is known, headfit does not call it yet"]
     return "\n".join(rows)
 
 

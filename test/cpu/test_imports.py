@@ -1,6 +1,7 @@
 """The import order, and the sizes that stand in one file only: read from the source, nothing is run but one import."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,11 @@ def integers(name):
 def test_packed_sizes_are_derived_never_written(name):
     """kv_cache.py makes 576 and 584 out of the head's dimensions."""
     assert not integers(name) & {576, 584}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("kernels/*.cu*")), ids=lambda path: path.name)
+def test_packed_sizes_reach_cuda_sources_as_defines(path):
+    assert not set(re.findall(r"\b(?:448|576|584)\b", path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ _FACTORIES = {
     unified_kv_triton.SUPPORT.name: unified_kv_triton.UnifiedKVTritonBackend,
     sparse_mqa_cuda.SUPPORT.name: sparse_mqa_cuda.SparseMQACudaBackend,
 }
-BACKEND_NAMES = tuple(_FACTORIES)
+BACKEND_NAMES = tuple(kernel.name for kernel in KERNELS)
 _FASTEST_FIRST = (sparse_mqa_cuda.SUPPORT, flashmla.SUPPORT, unified_kv_triton.SUPPORT, reference.SUPPORT)
 # A choice before the batch is known: where exact heads beat padded ones at every measured batch, padding is not taken.
 _NOT_BY_AUTO = {(flashmla.SUPPORT.name, "sm90"): "padded heads, measured slower than exact ones on sm90"}
@@ -38,7 +38,7 @@ def support(name: str) -> KernelSupport:
         ValueError: an unknown name.
     """
     for kernel in KERNELS:
-        if kernel.name == name and name in BACKEND_NAMES:
+        if kernel.name == name:
             return kernel
     raise ValueError(f"backend: {name!r}, allowed: auto, {', '.join(BACKEND_NAMES)}")
 

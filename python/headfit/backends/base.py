@@ -3,6 +3,7 @@
 A backend is chosen by name when a layer is built (`headfit.backends.create`) and never substituted later.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,6 +54,10 @@ class AttentionBackend(Protocol):
             o [num_tokens, num_heads, head_dim] in q's dtype, and lse float32 [num_tokens, num_heads]: natural
             logarithm of the summed exponentials, without the sink, -inf for a token without a valid key.
         """
+        ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around one forward of a model: what the backend plans for its lengths may be shared by its layers."""
         ...
 
     def prewarm(self, num_heads: int, device: torch.device | str) -> None:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -29,6 +30,10 @@ class ExactHeadsBackend(ABC):
     @abstractmethod
     def load_operator(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """The kernel's function, imported here so that an absent library costs nothing elsewhere."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """See `AttentionBackend.step`: nothing is planned for lengths."""
+        return nullcontext()
 
     @abstractmethod
     def prewarm(self, num_heads: int, device: torch.device | str) -> None:

@@ -1,5 +1,7 @@
 """The PyTorch backend: any device, any head count, any KV format, several query tokens a sequence."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from headfit.backends.base import KernelSupport, check_decode, check_indices
@@ -39,6 +41,10 @@ class ReferenceBackend:
         if self.checked:
             check_indices(regions)
         return sparse_mqa_ref(q=q, regions=regions, attn_sink=attn_sink, softmax_scale=softmax_scale)
+
+    def step(self) -> AbstractContextManager[None]:
+        """See `AttentionBackend.step`: nothing is planned for lengths."""
+        return nullcontext()
 
     def prewarm(self, num_heads: int, device: torch.device | str) -> None:
         """See `AttentionBackend.prewarm`: nothing to compile."""

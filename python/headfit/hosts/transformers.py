@@ -6,7 +6,6 @@ keyword arguments that it does not know down to each layer's `self_attn`, which 
 
 import importlib.util
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -102,7 +101,7 @@ def load_model(
     model = _load_host(checkpoint, config, group, dtype, device)
     for layer, decoder_layer in zip(layers, model.model.layers, strict=True):
         decoder_layer.self_attn = AttentionAdapter(layer)
-    model.attention_step = getattr(backend, "step", nullcontext)
+    model.attention_step = backend.step
     return model.eval().requires_grad_(False)
 
 
@@ -193,7 +192,7 @@ def forward(
         logits [num rows, vocab_size].
     """
     rows = logits_for if logits_for is not None else 0
-    with getattr(model, "attention_step", nullcontext)():
+    with model.attention_step():
         return model(
             input_ids=input_ids[None],
             position_ids=forward_batch.positions[None],

@@ -1,7 +1,8 @@
 // Sparse MQA decode over packed fp8 pages, for Hopper (sm_90a). Compiled at run time, behind hopper_ptx.cuh, by
 // sparse_mqa_cuda.py, which defines HEAD_TILE (8, 16 or 32 query heads a block), CLUSTER (1: the blocks of a cluster
 // share one query's keys and merge; 0: one block a query, persistent), STAGES (key tiles in flight) and SHARES (at
-// least C * ceil(HEAD_TILE / C) for every cluster size C in use). The page format is described in kv_cache.py.
+// least C * ceil(HEAD_TILE / C) for every cluster size C in use), and from kv_cache.py, which describes the page
+// format, GROUPS, DATA_BYTES and SCALE_BYTES (of one key).
 //
 // One work item is one query token and HEAD_TILE of its heads. A block walks the item's keys in tiles of 64:
 //
@@ -16,8 +17,9 @@
 
 constexpr int TILE = 64;
 constexpr int HEADS = HEAD_TILE;
-constexpr int NB = HEADS / 8;         // blocks of 8 heads: the N of one mma
-constexpr int GROUPS = 7;             // fp8 groups of 64 channels; RoPE is the eighth, in bf16
+constexpr int NB = HEADS / 8;  // blocks of 8 heads: the N of one mma
+static_assert(GROUPS == 7 && DATA_BYTES == GROUPS * 64 + 128 && SCALE_BYTES == 8,
+              "7 fp8 groups of 64 channels, then RoPE");
 constexpr bool MERGED = HEADS <= 16;  // hi and lo as one wgmma of twice the width
 
 // A head's probabilities are relative to a reference that starts 2**START below its first tile's largest and is raised
@@ -201,8 +203,8 @@ DEV void gather(const Params& p, u32 smem, int warp, int lane) {
       const Region& r = p.region[position >= n.window];
       const u32 page = __umulhi(2 * (u32)slot, r.page_magic) >> r.page_shift, offset = slot - page * r.page_size;
       const u8* at_page = r.pages + (slot >= 0 ? (u64)page * r.page_stride : 0);
-      const u8* key = at_page + (slot >= 0 ? offset * 576 : 0);
-      const u8* scale = slot >= 0 ? at_page + r.page_size * 576 + offset * 8 : r.pages;
+      const u8* key = at_page + (slot >= 0 ? offset * DATA_BYTES : 0);
+      const u8* scale = slot >= 0 ? at_page + r.page_size * DATA_BYTES + offset * SCALE_BYTES : r.pages;
       const u32 valid = __ballot_sync(~0u, slot >= 0) & 0xffff;
       if (tile_count >= STAGES) bar_wait(smem + BAR_EMPTY + stage.index * 8, stage.phase ^ 1);
       if (lane == 0) sts16(smem + at_valid + stage.index * 8 + warp * 2, valid);
@@ -218,8 +220,8 @@ DEV void gather(const Params& p, u32 smem, int warp, int lane) {
 #pragma unroll
           for (int g = 0; g < GROUPS; g++) copy16(to + g * GROUP_BYTES, from + g * 64, bytes);
           const u32 to_rope = rope + row * 128 + ((chunk ^ (row & 7)) << 4);
-          copy16(to_rope, from + 448, bytes);
-          copy16(to_rope ^ 64, from + 512, bytes);
+          copy16(to_rope, from + GROUPS * 64, bytes);
+          copy16(to_rope ^ 64, from + GROUPS * 64 + 64, bytes);
         }
       }
       bar_arrive_copies(full);
@@ -820,5 +822,3 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_mqa(const __grid_con
     if (CLUSTER) merge(p, smem, threadIdx.x - FIRST_VALUES * 32, sink0, sink1);
   }
 }
-
-extern "C" __global__ void __launch_bounds__(512, 1) sparse_mqa_empty(const __grid_constant__ Params p) {}

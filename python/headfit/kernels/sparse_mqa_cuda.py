@@ -15,7 +15,7 @@ import torch
 
 from headfit.kernels.nvrtc import CudaKernel, compile_cubin
 from headfit.kernels.packed_regions import check_packed_regions, division_constants
-from headfit.kv_cache import HEAD_DIM, KVRegion, PagedPool
+from headfit.kv_cache import DATA_BYTES, HEAD_DIM, NUM_GROUPS, SCALE_BYTES, KVRegion, PagedPool
 
 ARCH = "sm_90a"
 HEAD_TILES = (8, 16, 32)
@@ -224,6 +224,9 @@ def compile_kernel(tile: int, clustered: bool) -> bytes:
         "CLUSTER": int(clustered),
         "STAGES": _STAGES[tile, clustered],
         "SHARES": _SHARES[tile],
+        "GROUPS": NUM_GROUPS,
+        "DATA_BYTES": DATA_BYTES,
+        "SCALE_BYTES": SCALE_BYTES,
     }
     return compile_cubin(source, name="sparse_mqa.cu", arch=ARCH, defines=defines, entry="sparse_mqa")
 
