@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+from headfit.evals.statistics import detectable_drop
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 report = importlib.import_module("decode_kernel_report")
@@ -26,6 +28,21 @@ def test_decode_table():
         ours = [CELLS[512, 4, int(batch), heads] for heads in (8, 16, 32, 64)]
         expected = [report.own_row(cell, OURS)["us_median"] for cell in ours] + [*report.peer_times(ours[0]).values()]
         assert [float(cell) for cell in cells.split("|")[:-1]] == [round(value, 1) for value in expected]
+
+
+def test_padding_table():
+    rows = re.findall(r"^\| (\d+) \|((?: \*{0,2}[\d.]+\*{0,2} \|){5})$", README, re.MULTILINE)
+    assert [int(batch) for batch, _ in rows] == [1, 8, 32, 64, 128, 256]
+    for batch, cells in rows:
+        window, both = (report.peer_times(CELLS[(*keys, int(batch), 16)]) for keys in ((0, 0), (512, 4)))
+        expected = [*window.values(), *both.values(), both[64] / both[128]]
+        assert [float(cell.strip(" *")) for cell in cells.split("|")[:-1]] == [round(value, 2) for value in expected]
+
+
+def test_what_one_question_of_gsm8k_says():
+    same, noisy = (100 * detectable_drop(noise=noise, total=1319) for noise in (0.0, 0.01))
+    assert f"of {same:.1f} points is the smallest" in " ".join(README.split())
+    assert f"{noisy:.1f} points where 1% of the answers differ by chance" in " ".join(README.split())
 
 
 def test_decode_sentences():
