@@ -4,16 +4,24 @@
 
 Every arm is compared with the first. Two controls: sampled arms that differ in their seed alone, 20 pairs, of which at
 most 3 may look significant; and a planted fault, rank 0's sinks on every rank, which must be. Prints a table, then one
-JSON line; exits 1 where a control fails. Runs are kept in --runs, and an interrupted benchmark goes on with them.
+JSON line; exits 1 where a control fails. Runs are kept in --runs, and an interrupted benchmark goes on with them; --out
+is written anew after every arm.
+
+--jobs arms run at a time, each in a process of its own: a decode step of a model this small is bound by the CPU.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -22,6 +30,7 @@ from typing import Any
 
 import torch
 import transformers
+from decode_kernel import git_commit
 
 from headfit import backends, cli
 from headfit.assets.word_problems import WordProblem, held_out_problems, make_shots
@@ -66,6 +75,7 @@ ARMS = {
     "bfloat16, packed fp8 KV": Arm(options("fp8", "bfloat16")),
     "unified_kv_triton": Arm(options("fp8", "bfloat16", "unified_kv_triton")),
     "sparse_mqa_cuda": Arm(options("fp8", "bfloat16", "sparse_mqa_cuda")),
+    "flashmla, padded to 64": Arm(options("fp8", "bfloat16", "flashmla")),
     "attention TP 2": Arm(options(), attn_tp=2),
     "attention TP 4": Arm(options(), attn_tp=4),
     FAULT: Arm(options(), {"alter": partial(sinks_of_rank_0, attn_tp=8)}),
@@ -74,10 +84,11 @@ FIRST = next(iter(ARMS))
 
 
 def write_problems(file: Path, problems: list[WordProblem]) -> Path:
-    """Problems in GSM8K's form."""
+    """Problems in GSM8K's form. The file is there whole or not at all, as arms that run together share it."""
     rows = [json.dumps({"question": problem.question, "answer": problem.solution}) for problem in problems]
-    file.write_text("\n".join(rows) + "\n")
-    return file
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new.write_text("\n".join(rows) + "\n")
+    return new.replace(file)
 
 
 def run_arm(
@@ -113,42 +124,105 @@ def obstacle(arm: Arm, device: str) -> str | None:
     return None
 
 
-def run_arms(names: list[str], folder: Path, **shape: Any) -> list[dict[str, Any]]:
-    """A row an arm: its score, and what it differs by from the first."""
-    rows = []
-    for name in names:
-        arm, out = ARMS[name], folder / f"{'-'.join(name.replace(':', '').split())}.jsonl"
-        if reason := obstacle(arm, shape["device"]):
-            rows.append({"arm": name, "not_run": reason})
-            print(f"{name:<26} not run: {reason}", flush=True)
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """Work that is done when its result is asked for."""
+
+    work: Callable[[], Any]
+
+    def result(self) -> Any:
+        """Do it."""
+        return self.work()
+
+
+Submit = Callable[..., Any]
+"""Takes a function and its arguments; what it returns has the `result()`."""
+
+
+def timed_arm(arm: Arm, out: Path, **how: Any) -> tuple[dict[str, Any], float]:
+    """`run_arm`, and the seconds that it took."""
+    start = time.perf_counter()
+    return run_arm(arm, out, **how), round(time.perf_counter() - start, 1)
+
+
+def one_thread() -> None:
+    """A worker's start: torch on one thread, since the other cores have their own arms."""
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def workers(jobs: int) -> Iterator[Submit]:
+    """Runs what is submitted, `jobs` at a time; with one job in this process, when its result is asked for."""
+    if jobs == 1:
+        yield lambda work, *args, **kwargs: Deferred(partial(work, *args, **kwargs))
+        return
+    # Spawned: a forked CUDA context is unusable.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=one_thread) as pool:
+        try:
+            yield pool.submit
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def file_of(name: str, folder: Path) -> Path:
+    """An arm's run."""
+    return folder / f"{'-'.join(re.findall(r'[A-Za-z0-9_]+', name))}.jsonl"
+
+
+def start_arms(names: list[str], folder: Path, submit: Submit, **shape: Any) -> dict[str, Any]:
+    """The arms' runs; of an arm that cannot run here the reason."""
+    return {
+        name: obstacle(ARMS[name], shape["device"]) or submit(timed_arm, ARMS[name], file_of(name, folder), **shape)
+        for name in names
+    }
+
+
+def rows_of(runs: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    """A row an arm, when it is there: its score, and what it differs by from the first."""
+    for name, run in runs.items():
+        if isinstance(run, str):
+            print(f"{name:<26} not run: {run}", flush=True)
+            yield {"arm": name, "not_run": run}
             continue
-        start = time.perf_counter()
-        score = run_arm(arm, out, **shape)
-        row = {"arm": name, "seconds": round(time.perf_counter() - start, 1), "score": score}
+        try:
+            score, seconds = run.result()
+        except Exception as error:  # the other arms still count
+            print(f"{name:<26} FAILED: {error}", flush=True)
+            yield {"arm": name, "failed": f"{type(error).__name__}: {error}"}
+            continue
+        row = {"arm": name, "seconds": seconds, "score": score}
         line = f"{name:<26}{score['extractors']['marked']['right']:>5} of {score['answers']}"
-        if rows:
-            found = compare(folder / f"{'-'.join(FIRST.split())}.jsonl", out).summary()
+        if name != FIRST:
+            found = compare(file_of(FIRST, folder), file_of(name, folder)).summary()
             row |= {key: found[key] for key in ("differences", "warnings", "verdict", "words")}
             marked = found["differences"]["marked"]
             line += f"  {points(marked['difference'])}, p = {marked['mcnemar_p']:.2g}: {found['verdict']}"
-        rows.append(row)
         print(line, flush=True)
-    return rows
+        yield row
 
 
-def negative_control(folder: Path, **shape: Any) -> dict[str, Any]:
-    """Pairs of sampled arms of one model: p of each pair."""
-    outs = []
-    for seed in range(2 * CONTROL_PAIRS):
-        outs.append(folder / f"seed{seed}.jsonl")
-        more = ("--temperature", CONTROL_TEMPERATURE, "--seed", seed)
-        run_arm(ARMS[FIRST], outs[-1], more=more, **shape)
-    found = [compare(*outs[pair : pair + 2]).differences["marked"] for pair in range(0, len(outs), 2)]
+def start_control(folder: Path, submit: Submit, **shape: Any) -> list[tuple[Path, Any]]:
+    """The runs of sampled arms of one model, each with its file."""
+    outs = [folder / f"seed{seed}.jsonl" for seed in range(2 * CONTROL_PAIRS)]
+    more = [("--temperature", CONTROL_TEMPERATURE, "--seed", seed) for seed in range(len(outs))]
+    return [
+        (out, submit(timed_arm, ARMS[FIRST], out, more=each, **shape)) for out, each in zip(outs, more, strict=True)
+    ]
+
+
+def negative_control(runs: list[tuple[Path, Any]], *, problems: int) -> dict[str, Any]:
+    """p of each pair of sampled arms."""
+    scores = [run.result()[0]["extractors"]["marked"]["right"] for _, run in runs]
+    pairs = [(runs[i][0], runs[i + 1][0]) for i in range(0, len(runs), 2)]
+    found = [compare(a, b).differences["marked"] for a, b in pairs]
     significant = sum(each.significant for each in found)
     print(f"negative control: {significant} of {len(found)} pairs have p < 0.05 (at most {MOST_SIGNIFICANT} may)")
     return {
-        "problems": shape["problems"],
+        "problems": problems,
         "temperature": CONTROL_TEMPERATURE,
+        "right": scores,
         "p": [each.p for each in found],
         "discordant": [each.losses + each.gains for each in found],
         "significant": significant,
@@ -156,8 +230,8 @@ def negative_control(folder: Path, **shape: Any) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Run arms and controls and write the result."""
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -166,38 +240,65 @@ def main() -> int:
     add("--batch", type=int, default=128)
     add("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM", help="the first always runs")
     add("--control-problems", type=int, default=100, help="of each of 40 sampled arms; 0: no negative control")
+    add("--jobs", type=int, help="arms at a time (default: half of the cores, at most 8, on a GPU; else 1)")
     add("--runs", type=Path, help="folder for the runs (default: a new one in the temporary directory)")
+    add("--commit", help="recorded in the result; default: what git says")
     add("--out", type=Path)
     args = parser.parse_args()
+    if args.jobs is None:
+        args.jobs = max(1, min(8, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1
+    return args
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    """The result as far as it goes, whole: what is interrupted leaves the file as it was."""
+    if out:
+        new = out.with_name(f"{out.name}.new")
+        new.write_text(json.dumps(result, indent=1) + "\n")
+        new.replace(out)
+
+
+def main() -> int:
+    """Run arms and controls and write the result."""
+    args = parse_arguments()
     folder = args.runs or Path(tempfile.mkdtemp(prefix="eval-tiny-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"runs in {folder}")
-    shape = {"shots": args.shots, "device": args.device, "batch": args.batch}
-    names = [FIRST, *(name for name in args.arms if name != FIRST)]
-    rows = run_arms(names, folder, problems=args.problems, **shape)
-    control = negative_control(folder, problems=args.control_problems, **shape) if args.control_problems else None
-    planted = next((row for row in rows if row["arm"] == FAULT), None)
-    seen = None if planted is None else planted["differences"]["marked"]["mcnemar_p"] < FAULT_P
-    if seen is not None:
-        print(f"planted fault {'seen' if seen else 'NOT SEEN'} at p < {FAULT_P}")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    on_gpu = args.device == "cuda"
     result = {
         "benchmark": "eval_tiny",
-        "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
-        "gpus": torch.cuda.device_count() if args.device == "cuda" else 0,
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "gpus": torch.cuda.device_count() if on_gpu else 0,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": commit or None,
+        "commit": args.commit or git_commit(),
         "date": date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
-        "rows": rows,
-        "negative_control": control,
-        "planted_fault_seen": seen,
+        "jobs": args.jobs,
+        "rows": [],
+        "negative_control": None,
+        "planted_fault_seen": None,
     }
+    shape = {"shots": args.shots, "device": args.device, "batch": args.batch}
+    names = [FIRST, *(name for name in args.arms if name != FIRST)]
+    with workers(args.jobs) as submit:
+        runs = start_arms(names, folder, submit, problems=args.problems, **shape)
+        count = args.control_problems
+        control_runs = start_control(folder, submit, problems=count, **shape) if count else None
+        for row in rows_of(runs, folder):
+            result["rows"].append(row)
+            if row["arm"] == FAULT and "score" in row:
+                result["planted_fault_seen"] = row["differences"]["marked"]["mcnemar_p"] < FAULT_P
+            write(result, args.out)
+        if control_runs:
+            result["negative_control"] = negative_control(control_runs, problems=count)
+    seen, control = result["planted_fault_seen"], result["negative_control"]
+    if seen is not None:
+        print(f"planted fault {'seen' if seen else 'NOT SEEN'} at p < {FAULT_P}")
     print(json.dumps(result))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if seen is False or (control and not control["passed"]) else 0
+    write(result, args.out)
+    failed = any("failed" in row for row in result["rows"])
+    return int(failed or seen is False or bool(control and not control["passed"]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,11 @@
     python benchmark/mqa_layer.py --out benchmark/results/mqa_layer-h200.json
     python benchmark/mqa_layer.py --plot benchmark/results/mqa_layer-h200.json
 
+or in parts, where --keep takes the rows of earlier ones, and needs no GPU once nothing is left to measure:
+
+    python benchmark/mqa_layer.py --model flash --out flash.json
+    python benchmark/mqa_layer.py --keep flash.json --out benchmark/results/mqa_layer-h200.json
+
 Any rank of an attention-TP group is built on one GPU, without its all-reduce. Shapes: every model, group size, compress
 ratio, context and batch below; weights are random bfloat16, caches packed fp8 and random, all sequences as long as the
 context. Arms: FlashMLA padded to the model's `num_heads` (before), FlashMLA padded least, and the exact-head kernels.
@@ -10,7 +15,8 @@ context. Arms: FlashMLA padded to the model's `num_heads` (before), FlashMLA pad
 Each arm's output is first compared with the reference backend's; an arm that is wrong gets no time and the exit code is
 1. Timed is a CUDA graph of one step over `NUM_LAYERS` layers with weights and caches of their own, L2 flushed before
 each replay; microseconds, launches (kernels, copies and fills) and temporary memory are of one layer. What layers of a
-step share (FlashMLA's scheduling metadata) is in them by its share. Prints a table, and last one JSON line.
+step share (FlashMLA's scheduling metadata) is in them by its share. Prints a table, and last one JSON line; --out is
+written anew after every batch, so that an interrupted run leaves what it has measured.
 """
 
 import argparse
@@ -19,31 +25,31 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import mqa_layer_report as report
 import torch
 from decode_kernel import default_path as kernel_path
 from decode_kernel import provenance
-from mqa_layer_inputs import MODELS, DecodeStep, Shape, make_config
+from mqa_layer_inputs import MODELS, DecodeStep, Shape, make_config, random_cache, random_layers
 
 from headfit import backends
 from headfit.backends.base import AttentionBackend
 from headfit.backends.flashmla import FlashMLABackend
 from headfit.backends.reference import ReferenceBackend
-from headfit.config import DeepSeekV4Config
 from headfit.testing.measure import relative_norm
-from headfit.testing.timing import ColdTimer, Timing
+from headfit.testing.timing import ColdTimer, Timing, capture, count_launches
 
 SIZES, RATIOS, CONTEXTS, BATCHES = (1, 2, 4, 8), (0, 4, 128), (4096, 65536), (1, 8, 32, 64, 128, 256)
 QUICK = {"attn_tp": [1, 8], "context": [4096], "batch": [1, 32, 128]}
 NUM_LAYERS = 8
+MOST_MS = 100.0  # of the timed replays of a row; long steps, whose times spread little, have fewer of them
 ERROR_LIMIT = 1e-2  # relative norm: bfloat16 attention outputs through the output projections
 EXACT = ("sparse_mqa_cuda", "unified_kv_triton")
 
 
 class Meter(Protocol):
-    """Measures a step."""
+    """Measures a step; its time first, before which it runs once unmeasured."""
 
     def time(self, step: Callable[[], object]) -> Timing:
         """Microseconds of a captured step."""
@@ -59,20 +65,15 @@ class GpuMeter:
     """Measures on the current GPU."""
 
     def __init__(self, *, replays: int) -> None:
-        self._timer = ColdTimer(replays=replays)
+        self._timer = ColdTimer(replays=replays, most_ms=MOST_MS)
 
     def time(self, step: Callable[[], object]) -> Timing:
         return self._timer([step])
 
     def launches(self, step: Callable[[], object]) -> int:
-        step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            step()
-            torch.cuda.synchronize()
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+        return count_launches(capture(step))
 
     def temporary_bytes(self, step: Callable[[], object]) -> int:
-        step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -82,13 +83,12 @@ class GpuMeter:
 
 
 def measure_shape(
-    shape: Shape, arms: Sequence[AttentionBackend], meter: Meter, *, config: DeepSeekV4Config, device: str
+    shape: Shape, step: DecodeStep, arms: Sequence[AttentionBackend], meter: Meter
 ) -> Iterator[report.Row]:
     """A row an arm whose kernel holds the rank's heads. A red row has no time, and no error where it is NaN."""
-    step = DecodeStep(shape, config, device=device)
     step.use(ReferenceBackend())
     expected = step.one_layer()
-    num_local_heads = config.num_heads // shape.attn_tp_size
+    num_local_heads = step.config.num_heads // shape.attn_tp_size
     for backend in arms:
         if backend.supported_num_heads is not None and max(backend.supported_num_heads) < num_local_heads:
             continue
@@ -144,29 +144,80 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
     ]
 
 
+def grouped(shapes: Sequence[Shape], *names: str) -> dict[tuple, list[Shape]]:
+    """Shapes by their values of the fields `names`, in the order of their first one."""
+    found: dict[tuple, list[Shape]] = {}
+    for shape in shapes:
+        found.setdefault(tuple(getattr(shape, name) for name in names), []).append(shape)
+    return found
+
+
 @torch.inference_mode()
-def run(args: argparse.Namespace, meter: Meter) -> dict[str, Any]:
-    """Measure every asked shape, print the table on the way, and return the result."""
-    gpu = torch.cuda.get_device_name()
-    arms = {model: load_arms(MODELS[model]["num_attention_heads"], args.backends) for model in args.model}
-    print(f"{gpu}; seed {args.seed}\n{report.table_header()}", flush=True)
+def run(
+    shapes: Sequence[Shape],
+    arms: dict[str, list[AttentionBackend]],
+    meter: Meter,
+    save: Callable[[list[report.Row]], None],
+    *,
+    device: str = "cuda",
+) -> list[report.Row]:
+    """Measure the shapes and print the table on the way.
+
+    Layers are made once a model, compress ratio and group size, caches once a batch and context.
+
+    Args:
+        arms: of each model.
+        save: called with the rows so far after every batch.
+    """
+    print(report.table_header(), flush=True)
     rows: list[report.Row] = []
-    for shape in shapes_of(args):
-        config = make_config(shape.model, shape.compress_ratio, NUM_LAYERS)
-        try:
-            measured = list(measure_shape(shape, arms[shape.model], meter, config=config, device="cuda"))
-        except torch.cuda.OutOfMemoryError:
-            print(f"left out: {shape.fields}: does not fit this GPU's memory", flush=True)
-            continue
-        for line in report.table_lines(measured):
-            print(line, flush=True)
-        rows += measured
-        torch.cuda.empty_cache()
-    return {
-        **provenance("mqa_layer", gpu, args),
-        "num_layers": NUM_LAYERS,
-        "rows": rows,
-    }
+    for (model, ratio), alike in grouped(shapes, "model", "compress_ratio").items():
+        config, layers = make_config(model, ratio, NUM_LAYERS), {}
+        for (context, batch), ranks in grouped(alike, "context", "batch").items():
+            cache = None  # the one before goes first
+            for shape in ranks:
+                try:
+                    cache = cache or random_cache(config, context=context, batch=batch, device=device)
+                    size = shape.attn_tp_size
+                    layers[size] = layers.get(size) or random_layers(config, size, device)
+                    measured = list(measure_shape(shape, DecodeStep(layers[size], cache), arms[model], meter))
+                except torch.cuda.OutOfMemoryError:
+                    print(f"left out: {shape.fields}: does not fit this GPU's memory", flush=True)
+                    continue
+                for line in report.table_lines(measured):
+                    print(line, flush=True)
+                rows += measured
+            save(rows)
+    return rows
+
+
+def measure(args: argparse.Namespace, kept: list[report.Result], shapes: Sequence[Shape]) -> report.Result:
+    """Run `shapes` on this GPU and write the file on the way; the result, with the rows of `kept`.
+
+    Raises:
+        ValueError, ImportError: there is no GPU, no backend runs, or a kept result comes from elsewhere.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("a run needs a CUDA GPU, and torch finds none; --plot needs none")
+    gpu = torch.cuda.get_device_name()
+    here = provenance("mqa_layer", gpu, args) | {"num_layers": NUM_LAYERS, "rows": []}
+    report.joined([*kept, here])  # refuses before anything runs
+    models = dict.fromkeys(shape.model for shape in shapes)
+    arms = {model: load_arms(MODELS[model]["num_attention_heads"], args.backends) for model in models}
+    torch.manual_seed(args.seed)
+    print(f"{gpu}; seed {args.seed}")
+    path = path_of(args, gpu)
+
+    def save(rows: list[report.Row]) -> None:
+        if path:
+            report.write(report.joined([*kept, here | {"rows": rows}]), path)
+
+    return report.joined([*kept, here | {"rows": run(shapes, arms, GpuMeter(replays=args.replays), save)}])
+
+
+def path_of(args: argparse.Namespace, gpu: str) -> Path | None:
+    """Where the result goes."""
+    return args.out or (default_path(gpu) if args.whole else None)
 
 
 def default_path(gpu: str) -> Path:
@@ -189,6 +240,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="recorded in the result; default: what git says")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="default: from the clock")
     parser.add_argument("--out", type=Path, help="default: results/mqa_layer-<gpu>.json, for a whole run")
+    parser.add_argument("--keep", nargs="+", type=Path, default=[], metavar="JSON", help="results to add to")
     parser.add_argument("--plot", type=Path, metavar="JSON", help="only plot this result, beside it or to --out")
     args = parser.parse_args(argv)
     everything = {"model": MODELS, "attn_tp": SIZES, "ratio": RATIOS, "context": CONTEXTS, "batch": BATCHES}
@@ -202,23 +254,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run or plot; exit code 0, 1 where a check was red, 2 for bad input."""
     args = parse_arguments(argv)
+    start = time.perf_counter()
     try:
         if args.plot:
             print(f"wrote {report.plot_file(args.plot, args.out)}")
             return 0
-        if not torch.cuda.is_available():
-            raise ValueError("a run needs a CUDA GPU, and torch finds none; --plot needs none")
-        torch.manual_seed(args.seed)
-        start = time.perf_counter()
-        result = run(args, GpuMeter(replays=args.replays))
+        kept = [report.load(file) for file in args.keep]
+        done = {tuple(row[name] for name in report.SHAPE_FIELDS) for result in kept for row in result["rows"]}
+        shapes = [shape for shape in shapes_of(args) if tuple(shape.fields.values()) not in done]
+        result = measure(args, kept, shapes) if shapes else report.joined(kept)
     except (ValueError, OSError, ImportError) as error:
         print(f"mqa_layer: {error}", file=sys.stderr)
         return 2
     print("\n".join([*report.summary_lines(result["rows"]), f"{time.perf_counter() - start:.0f} s"]))
-    path = args.out or (default_path(result["gpu"]) if args.whole else None)
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if path := path_of(args, result["gpu"]):
+        report.write(result, path)
     print(f"wrote {path}" if path else "not written: only a whole run is, without --out")
     summary = report.summarise(result["rows"])
     print(json.dumps({name: value for name, value in result.items() if name != "rows"} | {"summary": summary}))

@@ -1,5 +1,6 @@
 """What `mqa_layer.py` runs: one rank's layers of a released model's widths, their caches, and a decode step."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,21 +43,19 @@ class Shape:
 
 
 class DecodeStep:
-    """`num_layers` layers of one rank, their caches, and one token a sequence.
+    """One token a sequence, through the layers of one rank and their caches, which are full up to that token.
 
     Running a step twice writes the same bytes twice.
     """
 
-    def __init__(self, shape: Shape, config: DeepSeekV4Config, *, device: torch.device | str) -> None:
-        size = shape.attn_tp_size
-        self.group = AttnTPGroup(size - 1, size, reduce_results=False)
-        self.config = config
-        self.layers = [random_layer(config, i, self.group, device) for i in range(config.num_hidden_layers)]
-        self.cache = random_cache(config, shape, device)
-        positions = torch.full((shape.batch,), shape.context - 1, device=device)
-        slots = torch.arange(shape.batch, device=device)
-        self.batch = ForwardBatch.for_decode(self.cache, request_slots=slots, positions=positions)
-        self.x = torch.randn(shape.batch, config.hidden_size, dtype=torch.bfloat16, device=device)
+    def __init__(self, layers: Sequence[MQALayer], cache: ModelCache) -> None:
+        self.layers = layers
+        self.group = layers[0].group
+        self.config = cache.config
+        positions = torch.full((cache.max_seqs,), cache.max_context - 1, device=cache.device)
+        slots = torch.arange(cache.max_seqs, device=cache.device)
+        self.batch = ForwardBatch.for_decode(cache, request_slots=slots, positions=positions)
+        self.x = torch.randn(cache.max_seqs, cache.config.hidden_size, dtype=torch.bfloat16, device=cache.device)
         self.scope = nullcontext
 
     def use(self, backend: AttentionBackend) -> int:
@@ -90,7 +89,13 @@ def make_config(model: str, compress_ratio: int, num_layers: int, **changes: Any
     return DeepSeekV4Config.from_pretrained_config(hf_config([compress_ratio] * num_layers, **sizes))
 
 
-def random_layer(config: DeepSeekV4Config, layer_id: int, group: AttnTPGroup, device: torch.device | str) -> MQALayer:
+def random_layers(config: DeepSeekV4Config, attn_tp_size: int, device: torch.device | str) -> list[MQALayer]:
+    """The last rank's layers of a group."""
+    group = AttnTPGroup(attn_tp_size - 1, attn_tp_size, reduce_results=False)
+    return [_random_layer(config, layer_id, group, device) for layer_id in range(config.num_hidden_layers)]
+
+
+def _random_layer(config: DeepSeekV4Config, layer_id: int, group: AttnTPGroup, device: torch.device | str) -> MQALayer:
     """A layer whose every tensor is random."""
     layer = MQALayer(config, layer_id=layer_id, backend=ReferenceBackend(), group=group, device=device)
     for name, param in layer.named_parameters():
@@ -99,9 +104,9 @@ def random_layer(config: DeepSeekV4Config, layer_id: int, group: AttnTPGroup, de
     return layer
 
 
-def random_cache(config: DeepSeekV4Config, shape: Shape, device: torch.device | str) -> ModelCache:
-    """Caches as full as the context, every key random."""
-    sizes = {"max_seqs": shape.batch, "max_context": shape.context, "max_chunk": 1}
+def random_cache(config: DeepSeekV4Config, *, context: int, batch: int, device: torch.device | str) -> ModelCache:
+    """Caches of `batch` sequences as full as the context, every key random. They suit every rank of every group."""
+    sizes = {"max_seqs": batch, "max_context": context, "max_chunk": 1}
     cache = ModelCache(config, **sizes, kv_format=PackedFp8Format(), dtype=torch.bfloat16, device=device)
     for layer in cache.layers:
         layer.window = _random_pool_like(layer.window, device)

@@ -13,7 +13,11 @@ SHAPE_FIELDS = ("model", "attn_tp_size", "compress_ratio", "context", "batch")
 MEASURED_FIELDS = ("us_median", "us_min", "us_max", "launches", "temporary_bytes")
 PADDED = "flashmla"
 
+# What a result's parts must share.
+CONDITIONS = ("gpu", "torch", "triton", "flash_mla", "commit", "num_layers")
+
 Row = dict[str, Any]
+Result = dict[str, Any]
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
@@ -115,15 +119,49 @@ def summary_lines(rows: list[Row]) -> list[str]:
     ]
 
 
+def load(file: Path) -> Result:
+    """A result of this benchmark.
+
+    Raises:
+        ValueError: another file.
+    """
+    result = json.loads(file.read_text())
+    if not isinstance(result, dict) or result.get("benchmark") != "mqa_layer":
+        raise ValueError(f"{file} is not a result of this benchmark")
+    return result
+
+
+def write(result: Result, file: Path) -> None:
+    """Write a result whole: what is interrupted leaves the file as it was."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    new.replace(file)
+
+
+def joined(results: list[Result]) -> Result:
+    """One result with the rows and commands of all, else as the last.
+
+    Raises:
+        ValueError: they were measured under different conditions.
+    """
+    for result in results[1:]:
+        for name in CONDITIONS:
+            if result[name] != results[0][name]:
+                raise ValueError(f"--keep: {name} {results[0][name]!r} and {result[name]!r}, allowed: equal ones")
+    return results[-1] | {
+        "command": " && ".join(dict.fromkeys(result["command"] for result in results)),
+        "rows": [row for result in results for row in result["rows"]],
+    }
+
+
 def plot_file(source: Path, target: Path | None) -> Path:
     """Plot the result in `source` beside it, or to `target`.
 
     Raises:
         ValueError: not a result of this benchmark.
     """
-    result = json.loads(source.read_text())
-    if not isinstance(result, dict) or result.get("benchmark") != "mqa_layer":
-        raise ValueError(f"--plot: {source} is not a result of this benchmark")
+    result = load(source)
     path = target or source.with_suffix(".png")
     plot(result, path)
     return path

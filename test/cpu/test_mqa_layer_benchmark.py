@@ -52,7 +52,12 @@ def measured(arms, *, model="flash", size=8, ratio=4, meter=None, batch=2, conte
     shape = bench.Shape(model, size, ratio, context, batch)
     config = bench.make_config(model, ratio, 2, **SMALL)
     with torch.inference_mode():
-        return list(bench.measure_shape(shape, arms, meter or FakeMeter(), config=config, device="cpu"))
+        return list(bench.measure_shape(shape, make_step(shape, config), arms, meter or FakeMeter()))
+
+
+def make_step(shape, config):
+    cache = bench.random_cache(config, context=shape.context, batch=shape.batch, device="cpu")
+    return bench.DecodeStep(bench.random_layers(config, shape.attn_tp_size, "cpu"), cache)
 
 
 @pytest.mark.parametrize(("model", "heads", "groups", "topk"), [("flash", 64, 8, 512), ("pro", 128, 16, 1024)])
@@ -103,7 +108,7 @@ def test_a_step_may_run_any_number_of_times():
     """It writes the same bytes again, so that what is timed is what was checked."""
     shape, config = bench.Shape("flash", 8, 4, 256, 2), bench.make_config("flash", 4, 2, **SMALL)
     with torch.inference_mode():
-        step = bench.DecodeStep(shape, config, device="cpu")
+        step = make_step(shape, config)
         first = step.one_layer()
         step.all_layers()
         assert first.isfinite().all() and torch.equal(step.one_layer(), first)
@@ -197,3 +202,40 @@ def test_shapes_that_are_asked_for():
     quick = bench.parse_arguments(["--quick", "--model", "pro"])
     assert not quick.whole and len(bench.shapes_of(quick)) == 2 * 3 * 1 * 3
     assert bench.default_path("NVIDIA H200").name == "mqa_layer-h200.json"
+
+
+def test_a_run_shares_layers_and_caches_and_saves_on_the_way(monkeypatch, capsys):
+    made, saved = [], []
+    config = bench.make_config
+
+    def counting(name):
+        real = getattr(bench, name)
+        monkeypatch.setattr(bench, name, lambda *args, **kwargs: made.append(name) or real(*args, **kwargs))
+
+    monkeypatch.setattr(bench, "make_config", lambda model, ratio, layers: config(model, ratio, 2, **SMALL))
+    counting("random_layers")
+    counting("random_cache")
+    shapes = [bench.Shape("flash", size, 0, 256, batch) for size in (4, 8) for batch in (1, 2)]
+    arms = {"flash": [Named("flashmla", (64,)), Named("sparse_mqa_cuda")]}
+    rows = bench.run(shapes, arms, FakeMeter(), lambda rows: saved.append(len(rows)), device="cpu")
+    assert [(row["batch"], row["attn_tp_size"]) for row in rows[::2]] == [(1, 4), (1, 8), (2, 4), (2, 8)]
+    assert saved == [4, 8] and sorted(made) == ["random_cache"] * 2 + ["random_layers"] * 2
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_results_are_joined_and_need_no_gpu(tmp_path, capsys):
+    conditions = {"benchmark": "mqa_layer", "gpu": "NVIDIA H200", "torch": "2", "triton": "3", "flash_mla": "1"}
+    conditions |= {"commit": "abc", "num_layers": 8, "date": "2026-11-30", "seed": 1}
+    shapes = [shape.fields for shape in bench.shapes_of(bench.parse_arguments(["--model", "pro", "--ratio", "4"]))]
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    for part, file in enumerate(files):
+        rows = [row("sparse_mqa_cuda", 5.0, 16) | shape for shape in shapes[part::2]]
+        report.write(conditions | {"command": f"part {part}", "rows": rows}, file)
+    out = tmp_path / "new" / "all.json"
+    argv = ["--model", "pro", "--ratio", "4", "--keep", *map(str, files), "--out", str(out)]
+    assert bench.main(argv) == 0
+    result = json.loads(out.read_text())
+    assert result["command"] == "part 0 && part 1" and len(result["rows"]) == len(shapes)
+    report.write(conditions | {"command": "b", "commit": "def", "rows": rows}, files[1])
+    assert bench.main(argv) == 2
+    assert "--keep: commit 'abc' and 'def', allowed: equal ones" in capsys.readouterr().err

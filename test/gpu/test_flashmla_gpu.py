@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from test_layer_gpu import CONFIG, NUM_SEQS, UPDATES, Captured, make_cache, make_layer, prefill
+from test_layer_gpu import CONFIG, NUM_SEQS, UPDATES, Captured, check_rank_sinks, make_cache, make_layer, prefill
 
 from headfit import backends
 from headfit.attn_sink import sink_addresses
@@ -20,6 +20,7 @@ from headfit.testing.backend_checks import BF16, CHECKS, FP8, PAGES_PAST_TWO_GIB
 from headfit.testing.cases import CASES, Case, make_case, reference_float64
 from headfit.testing.measure import BF16_OUTPUT, Tolerance, assert_close, relative_norm
 from headfit.testing.padded_backend import PaddedBackend
+from headfit.testing.timing import capture, count_launches
 
 pytestmark = pytest.mark.skipif(flashmla.obstacle() is not None, reason=f"FlashMLA: {flashmla.obstacle()}")
 # Its exponentials are exp2 approximations over scores summed in another order.
@@ -145,6 +146,12 @@ def test_row_05_alternate_widths_keep_a_captured_sink():
     assert torch.equal(captured.replay(positions, x), before) and relative_norm(narrow, before) < 1e-2
 
 
+@both_widths
+@pytest.mark.parametrize("rank", [0, 3, 7])
+def test_row_07_each_rank_has_its_own_sinks(rank, width):
+    check_rank_sinks(make_backend(width), rank)
+
+
 @pytest.mark.parametrize("update", [name for name in UPDATES if name != "rebind"])
 @torch.no_grad()
 def test_row_08_a_replay_sees_new_sinks(update):
@@ -212,7 +219,7 @@ def test_row_19_an_empty_batch_is_not_launched():
     backend = make_backend()
     arguments = make_case(Case(num_tokens=0, num_heads=64), 0, kv_format=FP8, device="cuda", dtype=BF16)
     results = []
-    assert count_kernels(lambda: results.append(backend.decode(**arguments))) == 0
+    assert count_launches(capture(lambda: results.append(backend.decode(**arguments)))) == 0
     o, lse = results[0]
     assert o.shape == (0, 64, HEAD_DIM) and lse.shape == (0, 64)
 
@@ -241,14 +248,6 @@ def test_row_28_alone_and_in_a_batch():
     assert (o.float() - o_alone.float()).abs().max().item() <= 2 * ulp
 
 
-def count_kernels(run) -> int:
-    """Kernels, copies and fills that ran on the device."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
-
-
 @torch.inference_mode()
 def test_row_27_no_kernel_of_the_captured_step_builds_the_sink():
     """Against a layer whose sink lies where padding has no room, and is copied: the way it was before."""
@@ -258,7 +257,7 @@ def test_row_27_no_kernel_of_the_captured_step_builds_the_sink():
         if name == "copied":
             layer.attn_sink.data = layer.attn_sink.data.clone()
         captured = Captured(layer, make_cache(), [0, 0, 0])
-        counts[name] = count_kernels(captured.graph.replay)
+        counts[name] = count_launches(captured.graph)
     print(f"nodes of a padded layer's step: {counts['copied']} with a copied sink, {counts['view']} with the view")
     assert counts["view"] == counts["copied"] - 1
 
@@ -278,7 +277,7 @@ def test_a_step_computes_its_metadata_once():
             return three()
 
     three(), in_a_step()
-    counts = count_kernels(three), count_kernels(in_a_step)
+    counts = count_launches(capture(three)), count_launches(capture(in_a_step))
     print(f"launches of three calls: {counts[0]} each on its own, {counts[1]} in one step")
     assert counts[1] <= counts[0] - 2
     for result in in_a_step():

@@ -12,11 +12,13 @@ from headfit.backends.reference import ReferenceBackend
 from headfit.config import DeepSeekV4Config
 from headfit.distributed import AttnTPGroup
 from headfit.forward_batch import ForwardBatch
-from headfit.kv_cache import ModelDtypeFormat, PackedFp8Format
+from headfit.kv_cache import HEAD_DIM, ModelDtypeFormat, PackedFp8Format
 from headfit.model_cache import ModelCache
 from headfit.models.deepseek_v4 import MQALayer
-from headfit.testing.measure import relative_norm
+from headfit.testing.cases import constant_case
+from headfit.testing.measure import BF16_OUTPUT, assert_close, relative_norm
 from headfit.testing.models import hf_config, random_model
+from headfit.testing.timing import capture, count_launches
 
 CONFIG = DeepSeekV4Config.from_pretrained_config(hf_config((0, 4, 128), index_topk=8))
 NUM_SEQS, CONTEXT = 3, 300
@@ -62,12 +64,14 @@ class Captured:
         self.positions = torch.tensor(positions, device="cuda")
         self.x = torch.randn(NUM_SEQS, CONFIG.hidden_size, dtype=torch.bfloat16, device="cuda")
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.eager(torch.full_like(self.positions, -1), self.x)  # warm-up on padding rows: changes nothing
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.out = self.eager(self.positions, self.x)
+        self.graph = capture(self._step)
+
+    def _step(self):
+        self.out = self.eager(self.positions, self.x)
 
     def eager(self, positions, x):
         batch = ForwardBatch.for_decode(self.cache, request_slots=self.slots, positions=positions)
@@ -122,6 +126,24 @@ def test_layer_equals_the_reference_layer(layer_id, size, backend):
         assert relative_norm(outputs[1], outputs[0]) < 1e-2, f"rank {rank}"
 
 
+def check_rank_sinks(backend, rank: int) -> None:
+    """Row 7: of 128 heads over 8 ranks, sink i is 0.05 i; four keys of ones give 4 / (4 + exp(sink))."""
+    config = DeepSeekV4Config.from_pretrained_config(hf_config([0], num_attention_heads=128, o_groups=16))
+    group = AttnTPGroup(rank, 8, reduce_results=False)
+    layer = MQALayer(config, layer_id=0, backend=backend, group=group, device="cuda")
+    layer.attn_sink.data.copy_(0.05 * torch.arange(128))
+    arguments = constant_case([1.0] * 4, layer._attn_sink_local, kv_format=PackedFp8Format())
+    o, _ = backend.decode(**arguments | {"q": arguments["q"].bfloat16()})
+    expected = 4 / (4 + torch.exp(0.05 * (16 * rank + torch.arange(16))))
+    assert_close(o[0, :16], expected[:, None].expand(16, HEAD_DIM), BF16_OUTPUT)
+
+
+@pytest.mark.parametrize("backend", ["reference", "padded", "unified_kv_triton", "sparse_mqa_cuda"])
+@pytest.mark.parametrize("rank", [0, 3, 7])
+def test_row_07_each_rank_has_its_own_sinks(rank, backend):
+    check_rank_sinks(make_backend(backend), rank)
+
+
 UPDATES = {
     "copy_": lambda layer, new: layer.attn_sink.copy_(new),
     "data.copy_": lambda layer, new: layer.attn_sink.data.copy_(new),
@@ -170,13 +192,9 @@ def test_row_08_a_replay_follows_a_flat_weight_buffer():
 def test_row_27_no_kernel_of_the_captured_step_builds_the_sink(supported):
     """The nodes of a captured step: as many as with no padding, since q is prepared in its padded buffer."""
 
+    @torch.inference_mode()
     def kernels(layer) -> int:
-        with torch.inference_mode():
-            captured = Captured(layer, make_cache(), [0, 0, 0])
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                captured.graph.replay()
-                torch.cuda.synchronize()
-        return sum(event.count for event in profile.key_averages())
+        return count_launches(Captured(layer, make_cache(), [0, 0, 0]).graph)
 
     tp1 = make_layer(0)
     assert tp1._attn_sink_local is tp1.attn_sink

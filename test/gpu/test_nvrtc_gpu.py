@@ -37,7 +37,7 @@ extern "C" __global__ void cluster_shape(const __grid_constant__ Params p) {
   if (threadIdx.x == 0) p.out[blockIdx.x] = 100 * size + rank;
 }
 
-// Lets the next kernel start, then waits up to 50 ms for it to set out[0]: out[1] = 1 where that was seen, else 2
+// Lets the next kernel start, then waits up to 200 ms for it to set out[0]: out[1] = 1 where that was seen, else 2
 extern "C" __global__ void first(const __grid_constant__ Params p) {
   asm volatile("griddepcontrol.launch_dependents;");
   unsigned long long start, now;
@@ -46,7 +46,7 @@ extern "C" __global__ void first(const __grid_constant__ Params p) {
   do {
     seen = *(volatile unsigned*)p.out;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
-  } while (!seen && now - start < 50000000ull);
+  } while (!seen && now - start < 200000000ull);
   p.out[1] = seen ? 1 : 2;
 }
 

@@ -41,6 +41,7 @@ from headfit.testing.store_kv_cases import (
     row_bytes,
     short,
 )
+from headfit.testing.timing import capture, count_launches
 
 every_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=short)
 
@@ -217,14 +218,7 @@ def captured_kernels(layer: MQALayer) -> int:
     positions = torch.zeros(3, dtype=torch.int64, device="cuda")
     batch = ForwardBatch.for_decode(cache, request_slots=torch.arange(3, device="cuda"), positions=positions)
     layer(x, positions, batch)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer(x, positions, batch)
-    graph.replay()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        graph.replay()
-        torch.cuda.synchronize()
-    return sum(event.count for event in profile.key_averages())
+    return count_launches(capture(lambda: layer(x, positions, batch)))
 
 
 @torch.inference_mode()

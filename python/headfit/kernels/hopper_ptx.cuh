@@ -60,6 +60,11 @@ DEV int ldg32(const int* p) {
   asm volatile("ld.global.nc.s32 %0,[%1];" : "=r"(r) : "l"(p));
   return r;
 }
+DEV int ldg32_l2(const int* p) {  // past L1
+  int r;
+  asm volatile("ld.global.cg.s32 %0,[%1];" : "=r"(r) : "l"(p));
+  return r;
+}
 DEV void ldmatrix4(u32 a, u32* r) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -94,6 +99,23 @@ DEV void bar_wait(u32 b, u32 parity) {
                  : "r"(b), "r"(parity)
                  : "memory");
   } while (!done);
+}
+// A shared memory address of this block, as that of the same place in another block of its cluster.
+DEV u32 remote(u32 address, u32 rank) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
+  return r;
+}
+// Stores into another block's shared memory, by remote() addresses: of the data, and of the barrier that counts bytes.
+DEV void send128(u32 address, u32 bar, float x, float y, float z, float w) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%2,%3,%4,%5},[%1];" ::"r"(address),
+               "r"(bar), "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+DEV void send64(u32 address, u32 bar, float x, float y) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0],{%2,%3},[%1];" ::"r"(address),
+               "r"(bar), "f"(x), "f"(y)
+               : "memory");
 }
 template <int ID, int THREADS>
 DEV void sync_threads() {
@@ -172,6 +194,9 @@ DEV u32 f16_to_e4m3(u32 lo, u32 hi) {
   return r;
 }
 DEV void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+DEV void prefetch_bulk(const void* p, u32 bytes) {  // both multiples of 16
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(p), "r"(bytes) : "memory");
+}
 template <bool BF16>
 DEV void mma(float* c, const u32* a, u32 b0, u32 b1) {
   if constexpr (BF16)

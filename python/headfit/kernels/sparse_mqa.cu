@@ -39,7 +39,7 @@ struct Region {
   u32 page_size;
   u32 page_magic, page_shift;  // slot / page_size == __umulhi(2 * slot, magic) >> shift
   int num_keys;
-  int pad;
+  u32 num_slots;
 };
 
 struct Params {
@@ -67,7 +67,8 @@ constexpr int at_q = STAGES * STAGE_BYTES;             // [buffer]: [group][Q_RO
 constexpr int at_scales = at_q + Q_BUFFERS * Q_BYTES;  // [stage][key] 8 bytes
 constexpr int at_p = at_scales + STAGES * TILE * 8;    // [buffer][head] fp16
 constexpr int at_tile_max = at_p + 2 * HEADS * P_ROW;  // [head][warp] float
-constexpr int at_alpha = at_tile_max + HEADS * 16;     // [buffer][head] float
+constexpr int at_sums = at_tile_max + HEADS * 16;      // [item % 2][head][warp] float
+constexpr int at_alpha = at_sums + 2 * HEADS * 16;     // [buffer][head] float
 constexpr int at_flag = at_alpha + 2 * HEADS * 4;      // [buffer] u32: is there an alpha to apply?
 constexpr int at_result = at_flag + 16;                // [head] float4: factor of the values, reference, sum
 constexpr int at_q_unit = at_result + HEADS * 16;      // [buffer][head] float: score unit
@@ -76,12 +77,10 @@ constexpr int at_bars = at_valid + STAGES * 8;
 constexpr int BAR_FULL = at_bars, BAR_EMPTY = BAR_FULL + STAGES * 8, BAR_P_FULL = BAR_EMPTY + STAGES * 8,
               BAR_P_EMPTY = BAR_P_FULL + 16, BAR_DONE = BAR_P_EMPTY + 16, BAR_READ = BAR_DONE + 8,
               BAR_MERGE = BAR_READ + 8, BAR_Q = BAR_MERGE + 8;
-// CLUSTER: a block's share of a head is 512 floats, reference and sum. Blocks send them here: [source][head].
-constexpr int SHARE_BYTES = 512 * 4 + 16;
+// CLUSTER: a block's share of a head is 512 floats, reference and sum. Blocks send them here: [source][owned head].
+constexpr int SHARE_SENT = 512 * 4 + 8, SHARE_BYTES = 512 * 4 + 16;
 constexpr int at_shares = (BAR_Q + Q_BUFFERS * 8 + 127) / 128 * 128;
 constexpr int SMEM_BYTES = at_shares + (CLUSTER ? SHARES * SHARE_BYTES : 0);
-constexpr int at_own = 0;  // this block's shares before they are sent: [head], in the stages, free by then
-static_assert(HEADS * SHARE_BYTES <= STAGES * STAGE_BYTES, "own shares");
 static_assert(SMEM_BYTES <= 232448, "shared memory");
 static_assert(at_q % 1024 == 0 && Q_ROPE_AT % 1024 == 0 && Q_BYTES % 1024 == 0, "swizzle atoms");
 
@@ -97,13 +96,8 @@ DEV u32 cluster_size() {
   asm("mov.u32 %0,%%cluster_nctarank;" : "=r"(r));
   return CLUSTER ? r : 1;
 }
-DEV u32 remote(u32 address, u32 rank) {
-  u32 r;
-  asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
-  return r;
-}
-DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// A block of a cluster owns, and merges, the heads of its tile from the first one on to the next block's first.
+// A block of a cluster owns, and merges, the heads of its tile from the first one on to the next block's first: of head
+// h the owner is h * size / HEADS.
 DEV u32 over_cluster(const Params& p, u32 n) {
   return CLUSTER ? __umulhi(2 * n, p.cluster_magic) >> p.cluster_shift : n;
 }
@@ -152,11 +146,40 @@ struct Stage {
   }
 };
 
+// Where a key stands in its page.
+struct KeyPlace {
+  const u8 *data, *scales;
+  DEV KeyPlace(const Region& r, u32 slot) {
+    const u32 page = __umulhi(2 * slot, r.page_magic) >> r.page_shift, offset = slot - page * r.page_size;
+    const u8* at_page = r.pages + (u64)page * r.page_stride;
+    data = at_page + offset * DATA_BYTES;
+    scales = at_page + r.page_size * DATA_BYTES + offset * SCALE_BYTES;
+  }
+};
+
 // The index rows of a token, into L2.
 DEV void prefetch_indices(const Params& p, int token, int thread) {
   for (int r = 0; r < 2; r++)
     for (int i = thread * 32; i < p.region[r].num_keys; i += 128 * 32)
       prefetch(p.region[r].indices + token * p.region[r].index_stride + i);
+}
+
+// This block's first keys, into L2, for warps 0-3. The lengths are taken to be full, and the indices may still be
+// written by the kernel before this one: a wrong row costs a prefetch of some other key and nothing else.
+constexpr int EARLY_KEYS = (CLUSTER ? 1 : 2) * TILE;
+DEV void prefetch_keys(const Params& p, int item, int warp, int lane) {
+  const Lengths full(p, RawLengths{p.region[0].num_keys, p.region[1].num_keys});
+  const Share share(p, full, cluster_rank());
+  const int i = warp * 32 + lane, position = share.first + i, token = token_of(p, item);
+  if (i >= EARLY_KEYS || position >= share.last) return;
+  const bool compressed = position >= full.window;
+  const Region& r = p.region[compressed];
+  // Not from L1: it would be read there again once it has changed.
+  const u32 slot = ldg32_l2(r.indices + token * r.index_stride + (position - (compressed ? full.window : 0)));
+  if (slot >= r.num_slots) return;
+  const KeyPlace at(r, slot);
+  prefetch_bulk(at.data, DATA_BYTES);
+  prefetch(at.scales);
 }
 
 // ---- warps 12-15: gather --------------------------------------------------------------------------------------------
@@ -200,21 +223,18 @@ DEV void gather(const Params& p, u32 smem, int warp, int lane) {
       const int slot = __shfl_sync(~0u, pair, (tile & 1) << 4 | (lane & 15));
       const u32 full = smem + BAR_FULL + stage.index * 8;
       const int position = share.first + tile * TILE + warp * 16 + (lane & 15);
-      const Region& r = p.region[position >= n.window];
-      const u32 page = __umulhi(2 * (u32)slot, r.page_magic) >> r.page_shift, offset = slot - page * r.page_size;
-      const u8* at_page = r.pages + (slot >= 0 ? (u64)page * r.page_stride : 0);
-      const u8* key = at_page + (slot >= 0 ? offset * DATA_BYTES : 0);
-      const u8* scale = slot >= 0 ? at_page + r.page_size * DATA_BYTES + offset * SCALE_BYTES : r.pages;
+      const KeyPlace at(p.region[position >= n.window], max(slot, 0));
       const u32 valid = __ballot_sync(~0u, slot >= 0) & 0xffff;
       if (tile_count >= STAGES) bar_wait(smem + BAR_EMPTY + stage.index * 8, stage.phase ^ 1);
       if (lane == 0) sts16(smem + at_valid + stage.index * 8 + warp * 2, valid);
       if (warp < share.blocks(tile)) {
-        if (lane < 16) copy8(smem + at_scales + (stage.index * TILE + warp * 16 + lane) * 8, scale, slot >= 0 ? 8 : 0);
+        if (lane < 16)
+          copy8(smem + at_scales + (stage.index * TILE + warp * 16 + lane) * 8, at.scales, slot >= 0 ? 8 : 0);
         const u32 data = smem + stage.index * STAGE_BYTES + warp * 16 * 64, rope = data + ROPE_AT + warp * 16 * 64;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int row = half * 8 + (lane >> 2);
-          const u8* from = (const u8*)__shfl_sync(~0u, (u64)key, row) + chunk * 16;
+          const u8* from = (const u8*)__shfl_sync(~0u, (u64)at.data, row) + chunk * 16;
           const u32 bytes = (valid >> row & 1) * 16;
           const u32 to = data + row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 #pragma unroll
@@ -408,10 +428,11 @@ DEV void scores(const Params& p, u32 smem, int warp, int lane) {
     }
 
     // Sums over the keys; then what the values are to be multiplied by.
+    const u32 sums = smem + at_sums + (item_count & 1) * HEADS * 16;
 #pragma unroll
     for (int c = 0; c < 2 * NB; c++) {
       l[c] = sum_of_head(l[c]);
-      if (g == 0) stsf(smem + at_tile_max + (((c >> 1) * 8 + 2 * t + (c & 1)) * 4 + warp) * 4, l[c]);
+      if (g == 0) stsf(sums + (((c >> 1) * 8 + 2 * t + (c & 1)) * 4 + warp) * 4, l[c]);
     }
     sync_threads<2, 128>();
     if (warp == 0) {
@@ -420,7 +441,7 @@ DEV void scores(const Params& p, u32 smem, int warp, int lane) {
 #pragma unroll
         for (int c = 0; c < 2 * NB; c++) {
           const int head = (c >> 1) * 8 + 2 * t + (c & 1);
-          const uint4 w = lds128(smem + at_tile_max + head * 16);
+          const uint4 w = lds128(sums + head * 16);
           const float sum = __uint_as_float(w.x) + __uint_as_float(w.y) + __uint_as_float(w.z) + __uint_as_float(w.w);
           // A cluster's block normalises by its own keys, so that no sum of large values overflows; merge() adds the
           // sink.
@@ -658,7 +679,8 @@ DEV void values(const Params& p, u32 smem, int warp, int lane) {
     }
 
     bar_wait(smem + BAR_DONE, item_count & 1);
-    if (CLUSTER) sync_threads<5, 256>();  // the stages are free
+    if (CLUSTER)
+      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // every block has set up BAR_MERGE
     const float unit = __uint_as_float((u32)x << 23);
     const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * HEADS,
               channel = warp * 64 + block * 8;
@@ -676,46 +698,45 @@ DEV void values(const Params& p, u32 smem, int warp, int lane) {
           u16* to = p.o + token * p.o_token_stride + head * p.o_head_stride + channel;
           if (head < p.num_heads) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
         } else {
-          const u32 own = smem + at_own + local * SHARE_BYTES;
+          const u32 owner = local * size / HEADS, index = local - first_owned(p, owner, size);
+          const u32 own = smem + at_shares + (rank * over_cluster(p, HEADS + size - 1) + index) * SHARE_BYTES;
+          if (owner == rank) {
 #pragma unroll
-          for (int i = 0; i < 4; i += 2) {
-            const u32 v[4] = {__float_as_uint(o[i][nb][j] * f), __float_as_uint(o[i][nb][2 + j] * f),
-                              __float_as_uint(o[i + 1][nb][j] * f), __float_as_uint(o[i + 1][nb][2 + j] * f)};
-            sts128(own + channel * 4 + i * 8, v);
+            for (int i = 0; i < 4; i += 2) {
+              const u32 v[4] = {__float_as_uint(o[i][nb][j] * f), __float_as_uint(o[i][nb][2 + j] * f),
+                                __float_as_uint(o[i + 1][nb][j] * f), __float_as_uint(o[i + 1][nb][2 + j] * f)};
+              sts128(own + channel * 4 + i * 8, v);
+            }
+            if (warp == 0 && g == 0) sts64f(own + 2048, __uint_as_float(result.y), __uint_as_float(result.z));
+          } else {
+            const u32 to = remote(own, owner), bar = remote(smem + BAR_MERGE, owner);
+#pragma unroll
+            for (int i = 0; i < 4; i += 2)
+              send128(to + channel * 4 + i * 8, bar, o[i][nb][j] * f, o[i][nb][2 + j] * f, o[i + 1][nb][j] * f,
+                      o[i + 1][nb][2 + j] * f);
+            if (warp == 0 && g == 0) send64(to + 2048, bar, __uint_as_float(result.y), __uint_as_float(result.z));
           }
-          if (warp == 0 && g == 0) sts64f(own + 2048, __uint_as_float(result.y), __uint_as_float(result.z));
         }
       }
     if (!CLUSTER) warp_arrive(smem + BAR_READ, lane);
   }
 }
 
-// Send every head's share to the block that owns the head; merge the owned heads and add the sink, once.
+// Merge the owned heads once every block's share of them has arrived, and add the sink.
 DEV void merge(const Params& p, u32 smem, int thread, float sink0, float sink1) {
   const u32 rank = cluster_rank(), size = cluster_size(), rows = over_cluster(p, HEADS + size - 1);
   const int lane = thread & 31, warp = thread >> 5;
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  sync_threads<5, 256>();
-  cluster_wait();  // every block has set up its barrier
-  if (thread < size && thread != rank) {
-    const int first = first_owned(p, thread, size), count = first_owned(p, thread + 1, size) - first;
-    if (count > 0)
-      asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
-                       remote(smem + at_shares + rank * rows * SHARE_BYTES, thread)),
-                   "r"(smem + at_own + first * SHARE_BYTES), "r"(count * SHARE_BYTES),
-                   "r"(remote(smem + BAR_MERGE, thread))
-                   : "memory");
-  }
   const int item = over_cluster(p, blockIdx.x), token = token_of(p, item),
             head0 = (item - token * p.head_blocks) * HEADS;
   const int first = first_owned(p, rank, size),
             count = min(first_owned(p, rank + 1, size), p.num_heads - head0) - first;
   auto share_of = [&](u32 source, int i) {  // of the i-th owned head
-    return smem + (source == rank ? at_own + (first + i) * SHARE_BYTES : at_shares + (source * rows + i) * SHARE_BYTES);
+    return smem + at_shares + (source * rows + i) * SHARE_BYTES;
   };
-  if (first < first_owned(p, rank + 1, size)) bar_wait(smem + BAR_MERGE, 0);
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // what was sent here has arrived
-  for (int i = warp; i < count; i += WARPS_VALUES) {                     // lane c weighs the share of block c in head i
+  if (first == first_owned(p, rank + 1, size)) return;
+  sync_threads<5, 256>();
+  bar_wait(smem + BAR_MERGE, 0);
+  for (int i = warp; i < count; i += WARPS_VALUES) {  // lane c weighs the share of block c in head i
     float reference = UNSET, sum = 0.f;
     if (lane < size) {
       const uint2 w = lds64(share_of(lane, i) + 2048);
@@ -747,7 +768,6 @@ DEV void merge(const Params& p, u32 smem, int thread, float sink0, float sink1) 
     }
     *(u32*)(p.o + token * p.o_token_stride + (head0 + first + i) * p.o_head_stride + thread * 2) = pack_bf16(x, y);
   }
-  cluster_wait();  // what was sent from here has arrived
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -776,40 +796,40 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_mqa(const __grid_con
       const u32 rank = cluster_rank(), size = cluster_size(),
                 count = first_owned(p, rank + 1, size) - first_owned(p, rank, size);
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(smem + BAR_MERGE),
-                   "r"((size - 1) * count * SHARE_BYTES)
+                   "r"((size - 1) * count * SHARE_SENT)
                    : "memory");
     }
   }
-  {  // into L2 what is read first, whoever still writes it
+  __syncthreads();
+  // A cluster's blocks send to one another once all have come here.
+  if (CLUSTER) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  // The kernel before this one may still run and write what is read here: until it has ended, prefetches only. Warps
+  // 0-3 have nothing else to do before the first tile arrives, so that looking up keys delays nobody.
+  {
     const int item = over_cluster(p, blockIdx.x), token = token_of(p, item),
               head0 = (item - token * p.head_blocks) * HEADS;
     const int i = threadIdx.x & 127, head = i >> 3;
-    if (warp < 4) {
-      prefetch_indices(p, token, i);
-    } else if (warp < 8) {
+    if (warp < FIRST_VALUES) {
+      prefetch_keys(p, item, warp, lane);
+    } else if (warp < FIRST_VALUES + 4) {
       if (i < 2) prefetch(p.region[i & p.region[1].num_keys > 0].lengths + token);
-    } else if (warp < 12) {
+      prefetch_indices(p, token, i);
+    } else if (warp < FIRST_GATHER) {
       for (int h = head; h < HEADS && head0 + h < p.num_heads; h += 16)
         prefetch(p.q + token * p.q_token_stride + (head0 + h) * p.q_head_stride + (i & 7) * 64);
-    } else if (i == 0) {
-      prefetch(p.sink + head0);
+      if (i == 0) prefetch(p.sink + head0);
     }
   }
-  // Inputs may be the outputs of the kernel before this one, which may still run.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  if (CLUSTER) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   if (warp >= FIRST_GATHER) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    __syncthreads();
     gather(p, smem, warp - FIRST_GATHER, lane);
   } else if (warp < FIRST_VALUES) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SCORE_REGS));
-    __syncthreads();
     scores(p, smem, warp, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(VALUE_REGS));
-    __syncthreads();
     float sink0 = 0.f, sink1 = 0.f;  // of the heads that this warp will weigh in merge()
     if (CLUSTER) {
       const u32 size = cluster_size();

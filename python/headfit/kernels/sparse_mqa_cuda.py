@@ -49,7 +49,7 @@ class _Region(ctypes.Structure):
         ("page_magic", ctypes.c_uint32),
         ("page_shift", ctypes.c_uint32),
         ("num_keys", ctypes.c_int32),
-        ("pad", ctypes.c_int32),
+        ("num_slots", ctypes.c_uint32),
     )
 
 
@@ -269,6 +269,7 @@ def _region(pool: PagedPool, indices: torch.Tensor, lengths: torch.Tensor) -> _R
         page_magic=magic,
         page_shift=shift,
         num_keys=indices.shape[1],
+        num_slots=pool.num_slots,
     )
 
 

@@ -4,7 +4,8 @@ import torch
 
 from headfit.kv_cache import KVRegion
 
-MAX_BLOCK_BYTES = 8 * 2**20  # of gathered keys at a time: bounds the memory of a long prompt, and fits a CPU cache
+# Of gathered keys at a time, which bounds the memory of a long prompt: what fits a CPU's cache, what fills a GPU.
+MAX_BLOCK_BYTES, MAX_GPU_BLOCK_BYTES = 8 * 2**20, 256 * 2**20
 
 
 def sparse_mqa_ref(
@@ -15,7 +16,8 @@ def sparse_mqa_ref(
     o = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     num_keys = sum(region.indices.shape[1] for region in regions)
-    block = max(1, MAX_BLOCK_BYTES // max(1, 4 * head_dim * num_keys))
+    most = MAX_BLOCK_BYTES if q.device.type == "cpu" else MAX_GPU_BLOCK_BYTES
+    block = max(1, most // max(1, 4 * head_dim * num_keys))
     for start in range(0, num_tokens, block):
         rows = slice(start, start + block)
         o[rows], lse[rows] = _attend(q[rows], [_rows(region, rows) for region in regions], attn_sink, softmax_scale)

@@ -16,6 +16,7 @@ from headfit.kv_cache import HEAD_DIM, KVFormat, KVRegion, ModelDtypeFormat, Pac
 
 KV_FORMATS: dict[str, KVFormat] = {"fp8": PackedFp8Format(), "model": ModelDtypeFormat(torch.float32)}
 HEAD_COUNTS = (1, 4, 8, 12, 16, 24, 32, 40, 48, 63, 64, 65, 127, 128)
+_REFERENCE_BYTES = 2**26  # of float64 keys at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,27 +145,32 @@ def poisoned_pool(kv_format: KVFormat, num_pages: int, page_size: int, device: t
 def reference_float64(
     *, q: Tensor, window: KVRegion, compressed: KVRegion | None, attn_sink: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`AttentionBackend.decode` one token and head at a time, in float64 on the CPU. Shares only `PagedPool.load`."""
-    q, attn_sink = q.to("cpu", torch.float64), attn_sink.to("cpu", torch.float64)
-    o = torch.zeros(q.shape, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
-    for token in range(q.shape[0]):
-        keys = torch.cat([_keys_of(region, token) for region in (window, compressed) if region is not None])
-        if not len(keys):
-            continue
-        for head in range(q.shape[1]):
-            scores = softmax_scale * (keys @ q[token, head])
-            largest = scores.max()
-            weights = torch.exp(scores - largest)
-            o[token, head] = weights @ keys / (weights.sum() + torch.exp(attn_sink[head] - largest))
-            lse[token, head] = torch.logsumexp(scores, dim=0)
+    """`AttentionBackend.decode` in float64 on q's device, some tokens at a time. Shares only `PagedPool.load`."""
+    regions = [region for region in (window, compressed) if region is not None]
+    o = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device=q.device)
+    num_keys = sum(region.indices.shape[1] for region in regions)
+    step = max(1, _REFERENCE_BYTES // (8 * HEAD_DIM * max(1, num_keys)))
+    for start in range(0, q.shape[0] if num_keys else 0, step):
+        rows = slice(start, start + step)
+        slots = [_slots_of(region, rows) for region in regions]
+        keys = torch.cat([region.pool.load(part).double() for region, part in zip(regions, slots, strict=True)], dim=1)
+        absent = torch.cat(slots, dim=1)[:, None] < 0
+        scores = (softmax_scale * (q[rows].double() @ keys.mT)).masked_fill(absent, -math.inf)
+        largest = scores.amax(dim=-1, keepdim=True)
+        largest = torch.where(largest == -math.inf, 0.0, largest)  # no key at all: every weight is 0
+        weights = torch.exp(scores - largest)
+        total = weights.sum(dim=-1, keepdim=True) + torch.exp(attn_sink.double()[:, None] - largest)
+        o[rows] = torch.where(absent.all(dim=-1, keepdim=True), 0.0, weights @ keys / total)
+        lse[rows] = scores.logsumexp(dim=-1)
     return o, lse
 
 
-def _keys_of(region: KVRegion, token: int) -> Tensor:
-    row = region.indices[token].tolist()[: max(0, int(region.lengths[token]))]
-    slots = torch.tensor([slot for slot in row if slot >= 0], dtype=torch.int64, device=region.indices.device)
-    return region.pool.load(slots).to("cpu", torch.float64)
+def _slots_of(region: KVRegion, rows: slice) -> Tensor:
+    """The slots that the tokens `rows` attend to, -1 where a row has none."""
+    indices = region.indices[rows]
+    column = torch.arange(indices.shape[1], device=indices.device)
+    return torch.where(column < region.lengths[rows, None], indices, -1)
 
 
 def _sinks(case: Case, generator: torch.Generator) -> Tensor:

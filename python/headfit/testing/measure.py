@@ -86,9 +86,11 @@ def assert_close(out: Tensor, ref: Tensor, tolerance: Tolerance, label: str = ""
 
 
 def _as_float64(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in float64: on the GPU where `out` is on one, on the CPU otherwise."""
     if out.shape != ref.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; ref has {tuple(ref.shape)}")
-    ref = ref.detach().to("cpu", torch.float64)
+    device = out.device if out.is_cuda else torch.device("cpu")
+    ref = ref.detach().to(device, torch.float64)
     if ref.isnan().any():
         raise ValueError("ref holds NaN: nothing can be compared with it")
-    return out.detach().to("cpu", torch.float64), ref
+    return out.detach().to(device, torch.float64), ref

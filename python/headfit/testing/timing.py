@@ -1,6 +1,8 @@
-"""The one timer of benchmarks: CUDA-graph replays over inputs that are not in the L2 cache."""
+"""The one timer of benchmarks: CUDA-graph replays over inputs that are not in the L2 cache; and what a graph holds."""
 
+import ctypes
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ Launch = Callable[[], object]
 FLUSH_BYTES = 2**30
 COPY_BYTES = 4 * 2**30
 REPLAYS = 30
+MIN_REPLAYS = 5
+_LAUNCH_NODES = (0, 1, 2)  # CU_GRAPH_NODE_TYPE_KERNEL, _MEMCPY and _MEMSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,12 @@ class ColdTimer:
     Launches that are to find nothing in L2 read different inputs. The time of a replay is divided by their number.
     """
 
-    def __init__(self, *, replays: int = REPLAYS, warm_up: int = 3) -> None:
-        """Both count replays.
+    def __init__(self, *, replays: int = REPLAYS, warm_up: int = 3, most_ms: float = math.inf) -> None:
+        """The first two count replays.
+
+        Args:
+            most_ms: of a call's timed replays together: there are fewer where `replays` would take longer, at least
+                `MIN_REPLAYS`.
 
         Raises:
             ValueError: fewer than one replay, or a negative warm-up.
@@ -48,7 +56,7 @@ class ColdTimer:
         if replays < 1 or warm_up < 0:
             raise ValueError(f"replays, warm_up: {replays}, {warm_up}, allowed: at least 1 and at least 0")
         check_cuda()
-        self.replays, self.warm_up = replays, warm_up
+        self.replays, self.warm_up, self.most_ms = replays, warm_up, most_ms
         self._buffer = torch.zeros(FLUSH_BYTES // 4, device="cuda")
         self._sum = torch.zeros((), device="cuda")
 
@@ -67,9 +75,15 @@ class ColdTimer:
         with torch.cuda.graph(graph):
             for launch in launches:
                 launch()
-        pairs = [self._replay(graph) for _ in range(self.warm_up + self.replays)]
+        replays = self.replays
+        for _ in range(self.warm_up):
+            start, end = self._replay(graph)
+            if self.most_ms < math.inf:
+                end.synchronize()
+                replays = min(self.replays, max(MIN_REPLAYS, int(self.most_ms / start.elapsed_time(end))))
+        pairs = [self._replay(graph) for _ in range(replays)]
         torch.cuda.synchronize()
-        return Timing.of([1e3 * start.elapsed_time(end) / len(launches) for start, end in pairs[self.warm_up :]])
+        return Timing.of([1e3 * start.elapsed_time(end) / len(launches) for start, end in pairs])
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -79,6 +93,40 @@ class ColdTimer:
         graph.replay()
         end.record()
         return start, end
+
+
+def capture(run: Launch) -> torch.cuda.CUDAGraph:
+    """`run` as a CUDA graph whose nodes can be counted. What its first call compiles or plans must be done."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        run()
+    graph.instantiate()
+    return graph
+
+
+def count_launches(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernels, copies and fills of a graph that was captured with `keep_graph`.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    driver, handle, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
+    if count.value == 0:  # which the next call would refuse
+        return 0
+    nodes = (ctypes.c_void_p * count.value)()
+    _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
+    kinds = []
+    for node in nodes:
+        kind = ctypes.c_int()
+        _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        kinds.append(kind.value)
+    return sum(kind in _LAUNCH_NODES for kind in kinds)
+
+
+def _check(error: int) -> None:
+    if error:
+        raise RuntimeError(f"the CUDA driver refuses to describe a graph: error {error}")
 
 
 def copy_bandwidth(*, num_bytes: int = COPY_BYTES, copies: int = 10) -> float:
