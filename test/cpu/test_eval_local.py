@@ -6,6 +6,7 @@ answer's.
 
 import importlib
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,27 @@ def test_a_planted_fault_is_seen(run):
     found = bench.compare(run("exact"), run("fault"))
     assert found.verdict == "drop" and found.differences["marked"].p < bench.FAULT_P
     assert found.arms[1]["altered"] == "sinks_of_rank_0"
+
+
+def test_an_arm_that_fails_leaves_the_others(run, tmp_path):
+    def fails():
+        raise RuntimeError("no memory")
+
+    (tmp_path / "exact-heads.jsonl").write_bytes(run("exact").read_bytes())
+    (tmp_path / "packed-fp8-KV.jsonl").write_bytes(run("packed").read_bytes())
+    with bench.workers(1) as submit:
+        score = submit(lambda: (bench.compare(run("exact"), run("packed")).scores[1].summary(), 1.5))
+        runs = {"padded to 64 heads": submit(fails), "packed fp8 KV": score, "attention TP 4": "needs 4 GPUs, found 1"}
+        rows = list(bench.rows_of(runs, tmp_path))
+    assert rows[0] == {"arm": "padded to 64 heads", "failed": "RuntimeError: no memory"}
+    assert rows[1]["seconds"] == 1.5 and rows[1]["verdict"] == "no drop shown" and "failed" not in rows[1]
+    assert rows[2] == {"arm": "attention TP 4", "not_run": "needs 4 GPUs, found 1"}
+
+
+def test_arms_run_in_processes_of_their_own():
+    with bench.workers(2) as submit:
+        runs = [submit(os.getpid) for _ in range(4)]
+        assert os.getpid() not in {run.result() for run in runs}
 
 
 def sampled(folder, out, *more, seed=5, limit=5):

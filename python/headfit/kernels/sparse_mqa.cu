@@ -679,9 +679,10 @@ DEV void values(const Params& p, u32 smem, int warp, int lane) {
     }
 
     bar_wait(smem + BAR_DONE, item_count & 1);
-    if (CLUSTER)
-      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // every block has set up BAR_MERGE
-    const float unit = __uint_as_float((u32)x << 23);
+    // Every block of the cluster has set up BAR_MERGE.
+    if (CLUSTER) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    // 2**(x - 127): below the normal floats for scale byte 0.
+    const float unit = __uint_as_float(x ? (u32)x << 23 : 1u << 22);
     const int token = token_of(p, item), head0 = (item - token * p.head_blocks) * HEADS,
               channel = warp * 64 + block * 8;
 #pragma unroll

@@ -27,10 +27,11 @@ SHARED_BYTES = 232448  # all that a block can have: one block a multiprocessor
 INVARIANT_CLUSTER_SIZE = 4
 """Blocks a token in batch-invariant mode: the division of a row's keys then depends on nothing but its own lengths."""
 
-# Expected microseconds on one H200, fitted to benchmark/decode_kernel.py: of a launch without keys, by head tile and
-# whether clusters merge, and of 64 keys.
-_START_US = {(8, False): 4.0, (16, False): 4.6, (32, False): 6.5, (8, True): 5.6, (16, True): 7.0, (32, True): 10.5}
-_KEY_TILE_US = {8: 1.15, 16: 1.27, 32: 1.68}
+# Expected microseconds on one H200, fitted to forced plans of 1 to 100 tokens and 128 to 1152 keys: of a launch without
+# keys, by head tile and whether clusters merge; of 64 keys; what the largest cluster adds, and a chip all at work.
+_START_US = {(8, False): 2.1, (16, False): 2.8, (32, False): 4.2, (8, True): 3.4, (16, True): 4.7, (32, True): 8.0}
+_KEY_TILE_US = {8: 1.15, 16: 1.31, 32: 1.71}
+_LARGEST_CLUSTER_US, _FULL_CHIP_US = 0.8, 1.8
 # Key tiles in flight, and heads' shares that a cluster's block has room for: what fits into shared memory.
 _STAGES = {(8, False): 5, (16, False): 5, (32, False): 4, (8, True): 4, (16, True): 4, (32, True): 3}
 _SHARES = {8: 21, 16: 21, 32: 33}
@@ -109,14 +110,23 @@ def plan_launch(
     for tile in (t for t in HEAD_TILES if t <= largest):
         for size in (s for s in cluster_slots if s == 1 or (s <= units and s * -(-tile // s) <= _SHARES[tile])):
             plan = _layout(tile, size, num_tokens, num_heads, cluster_slots)
-            rounds = -(-plan.num_items // cluster_slots[size]) if cluster_slots[size] else math.inf
-            if size > 1 and rounds > 1:
+            if size > 1 and plan.num_items > cluster_slots[size]:
                 continue
-            key_tiles = max(1.0, units / size) * KEY_UNIT / KEY_TILE
-            time = _START_US[tile, size > 1] + rounds * key_tiles * _KEY_TILE_US[tile]
+            time = _expected_us(plan, units, cluster_slots)
             if time < least:
                 best, least = plan, time
     return best
+
+
+def _expected_us(plan: LaunchPlan, units: int, cluster_slots: dict[int, int]) -> float:
+    """Of a launch with `units` of keys a token. A block's last tile of a cluster takes as long as a full one."""
+    tile, size = plan.head_tile, plan.cluster_size
+    tiles = units * KEY_UNIT / KEY_TILE
+    if size > 1:
+        tiles = math.ceil(math.ceil(units / size) * KEY_UNIT / KEY_TILE)
+    time = _START_US[tile, size > 1] + math.ceil(plan.num_items / cluster_slots[size]) * tiles * _KEY_TILE_US[tile]
+    time += _FULL_CHIP_US * min(1.0, plan.num_blocks / cluster_slots[1])
+    return time + _LARGEST_CLUSTER_US * (size == CLUSTER_SIZES[-1])
 
 
 def _layout(tile: int, size: int, num_tokens: int, num_heads: int, cluster_slots: dict[int, int]) -> LaunchPlan:
