@@ -11,9 +11,17 @@ from headfit.evals.statistics import detectable_drop
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 report = importlib.import_module("decode_kernel_report")
+layer_report = importlib.import_module("mqa_layer_report")
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RESULT = json.loads((ROOT / "benchmark/results/decode_kernel-h200.json").read_text(encoding="utf-8"))
+RESULT, LAYER, EVAL = (
+    json.loads((ROOT / f"benchmark/results/{name}-h200.json").read_text(encoding="utf-8"))
+    for name in ("decode_kernel", "mqa_layer", "eval_tiny")
+)
+LAYER_US = {
+    tuple(row[name] for name in (*layer_report.SHAPE_FIELDS, "backend", "kernel_num_heads")): row["us_median"]
+    for row in LAYER["rows"]
+}
 CELLS = {
     (cell[0]["keys_extra"], cell[0]["compress_ratio"], cell[0]["batch"], cell[0]["num_heads"]): cell
     for cell in report.cells(RESULT["rows"])
@@ -62,3 +70,41 @@ def test_decode_sentences():
 
     assert f"runs at {share(1024, 256, 8)} (8 heads) and {share(1024, 256, 16)} (16) of the time" in text
     assert f"with 128 + 512 keys at {share(512, 128, 8)} and {share(512, 128, 16)}" in text
+
+
+def test_layer_table():
+    rows = re.findall(r"^\| ([48]): (\d+) heads \| (\w+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", README, re.MULTILINE)
+    assert len(rows) == 12
+    for tp, own, ratio, batch, *cells in rows:
+        arms = (("flashmla", 128), ("flashmla", 64), (OURS, int(own)))
+        shape = ("pro", int(tp), 0 if ratio == "window" else int(ratio), 4096, int(batch))
+        expected = [LAYER_US[(*shape, *arm)] for arm in arms]
+        assert [int(cell) for cell in cells] == [round(value) for value in expected]
+
+
+def test_layer_sentences():
+    summary, text = layer_report.summarise(LAYER["rows"]), " ".join(README.split())
+    flash, pro = (
+        [summary[f"{model} TP {tp}"][OURS]["geomean_before"] for tp in (1, 2, 4, 8)] for model in ("flash", "pro")
+    )
+    assert "{:.2f}, {:.2f}, {:.2f} and {:.2f} times faster at TP 1, 2, 4 and 8 of Flash".format(*flash) in text
+    assert "{:.2f}, {:.2f}, {:.2f} and {:.2f} times of Pro".format(*pro) in text
+    padded = [summary[f"pro TP {tp}"]["flashmla-64"]["geomean_before"] for tp in (4, 8)]
+    assert "gains Pro {:.2f} times at TP 4 and {:.2f} at TP 8".format(*padded) in text
+
+
+def test_eval_table():
+    arms = {row["arm"]: row for row in EVAL["rows"] if "score" in row}
+    first, *others = arms
+    assert f"| {first} | {arms[first]['score']['extractors']['marked']['right']} |  |" in README
+    for name in others:
+        found, right = arms[name]["differences"]["marked"], arms[name]["score"]["extractors"]["marked"]["right"]
+        words = f"no drop shown; a drop over {-100 * found['interval'][0]:.2f} points is excluded"
+        if arms[name]["verdict"] == "drop":
+            words = f"drop, p = {found['mcnemar_p']:.0e}"
+        assert f"| {name} | {right} | {words} |" in README
+    control = EVAL["negative_control"]
+    sentence = (
+        f"Of {len(control['p'])} pairs of sampled arms that differ in their seed alone, {control['significant']} have"
+    )
+    assert sentence in " ".join(README.split())
