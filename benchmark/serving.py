@@ -2,21 +2,26 @@
 
     python benchmark/serving.py --out benchmark/results/serving-h200.json --num-heads 128 -- \\
         python -m sglang.launch_server --model-path MODEL --tp-size 4 --port {port}
+    python benchmark/serving.py --out RESULT.json --side-by-side --num-heads 128 -- ... --mem-fraction-static 0.4
     python benchmark/serving.py --out RESULT.json --num-heads 128 --attach stock=URL --attach plugin=URL
     python benchmark/serving.py --plot benchmark/results/serving-h200.json
 
 The command after `--` starts the server of both arms; only `HEADFIT_BACKEND` differs: `off` for stock, `--backend` for
-the plugin. A round starts, warms, measures and stops both, and the next round the other way about. With `--attach`,
-servers that already run are measured in turn at every concurrency. Both arms get the same prompts: random token ids,
-new ones each round and concurrency; the prefix cache is flushed before each measurement.
+the plugin (and what `--env` gives one arm). A round starts, warms, measures and stops both, and the next round the
+other way about. With `--side-by-side` both start once, share the GPUs and are measured in turn at every concurrency:
+only one has work at a time, and the other, whose memory is its own, launches nothing. With `--attach` the same is done
+with servers that already run. Both arms get the same prompts: random token ids, new ones each round and concurrency;
+the prefix cache is flushed before each measurement.
 
 A failed request is counted, printed and makes the exit code 1; a measurement with one gets no time. A started server's
 log must say that headfit answered decode calls in the plugin's arm and none in stock's, or the run ends; from it come
 the decode step's milliseconds by running requests, too. With `--profile N`: its profiler's kernels at concurrency N.
+`--stop-after` ends early with the rounds that are done; a profile is still taken side by side.
 Prints a table and last one JSON line: the result without its rows.
 """
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
@@ -24,7 +29,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -39,6 +45,8 @@ ARMS = (report.STOCK, report.PLUGIN)
 ATTENTION_KERNELS = r"flash_fwd|splitkv|mla_combine|mla_metadata|sparse_mqa"
 PROFILED_STEPS = 10
 PREFILL_S = 5.0  # until every prompt of a profiled load is prefilled
+PROFILED_LENGTHS = 16  # how much longer a profiled request may run than a measured one
+PORT_STEP = 20  # between the ports of two servers, for what each opens next to its own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,9 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result |= {"backend": args.backend, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
     result |= {"decode_step_ms": {}, "profiles": {}, "plugin": {}, "seed": args.seed}
     try:
-        for number in range(args.rounds):
-            (_attached_round if args.attach else _started_round)(args, number, result)
-            _write(args.out, result)
+        if args.side_by_side:
+            _side_by_side(args, result)
+        else:
+            _rounds(args, result, _attached_round if args.attach else _started_round)
     except ServerError as error:
         print(f"serving.py: {error}", file=sys.stderr)
         return 1
@@ -63,19 +72,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["num_errors"] for row in result["rows"]))
 
 
+def _rounds(args: argparse.Namespace, result: dict[str, Any], one: Callable[..., None]) -> None:
+    """All rounds, or those before the first that would end too late if it took as long as the one before."""
+    begin = last = time.monotonic()
+    for number in range(args.rounds):
+        one(args, number, result)
+        _write(args.out, result)
+        now = time.monotonic()
+        if args.stop_after and number + 1 < args.rounds and 2 * now - last - begin > args.stop_after:
+            print(f"stopped after {number + 1} of {args.rounds} rounds, {now - begin:.0f} s", file=sys.stderr)
+            break
+        last = now
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; what cannot be run ends it with a message."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON result, written after every round")
     parser.add_argument("--plot", type=Path, metavar="RESULT", help="draw an earlier result and stop")
     parser.add_argument("--attach", action="append", default=[], metavar="ARM=URL")
+    parser.add_argument("--side-by-side", action="store_true", help="start both arms once, on the same GPUs")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="ARM:NAME=VALUE", help="a variable of one arm's server"
+    )
     parser.add_argument(
         "--num-heads", type=int, help="the model's query heads; read from a local config.json if left out"
     )
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of the plugin arm (default: auto)")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of arms (default: 5)")
+    parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="start no round that would end later")
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCIES))
     parser.add_argument("--requests-per-slot", type=int, default=4, help="requests a measurement, times concurrency")
+    parser.add_argument("--min-requests", type=int, default=1, help="at least as many a measurement (default: 1)")
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--vocab-size", type=int, default=32_768, help="prompts are ids from 2 to this")
@@ -89,6 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("server", nargs="*", help="after `--`: the command that starts a server on {port}")
     args = parser.parse_args(arguments)
     args.attach = dict(_arm_and_url(parser, text) for text in args.attach)
+    args.env = [_arm_and_variable(parser, text) for text in args.env]
     if not args.plot:
         if args.out is None:
             parser.error("--out is needed")
@@ -96,11 +125,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error("give either a server command after `--` or --attach")
         if args.attach and set(args.attach) != set(ARMS):
             parser.error(f"--attach: {', '.join(sorted(args.attach))}, allowed: one URL each for {' and '.join(ARMS)}")
-        if args.profile and args.attach:
-            parser.error("--profile needs servers that this program starts")
+        if args.attach and (args.profile or args.env or args.side_by_side):
+            parser.error("--profile, --env and --side-by-side need servers that this program starts")
         for name in (
             "rounds",
             "requests_per_slot",
+            "min_requests",
             "prompt_tokens",
             "output_tokens",
             *(("num_heads",) * bool(args.num_heads)),
@@ -119,6 +149,14 @@ def _arm_and_url(parser: argparse.ArgumentParser, text: str) -> tuple[str, str]:
     return arm, url.rstrip("/")
 
 
+def _arm_and_variable(parser: argparse.ArgumentParser, text: str) -> tuple[str, str, str]:
+    arm, _, setting = text.partition(":")
+    name, equals, value = setting.partition("=")
+    if arm not in ARMS or not name or not equals:
+        parser.error(f"--env: {text!r}, allowed: {' or '.join(f'{arm}:NAME=VALUE' for arm in ARMS)}")
+    return arm, name, value
+
+
 def _order(number: int) -> tuple[str, ...]:
     return ARMS if number % 2 == 0 else ARMS[::-1]
 
@@ -132,29 +170,63 @@ def _attached_round(args: argparse.Namespace, number: int, result: dict[str, Any
             _say(result["rows"][-1])
 
 
+def _side_by_side(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    logs = {arm: args.out.with_name(f"{args.out.stem}-{arm}.log") for arm in ARMS}
+    ports = {arm: args.port + PORT_STEP * number for number, arm in enumerate(ARMS)}
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ARMS)) as pool:
+        contexts = [_server(args, arm, ports[arm], logs[arm]) for arm in ARMS]
+        # Entered in threads, for a start takes minutes; those that came up are left even where another did not.
+        starts = [pool.submit(stack.enter_context, context) for context in contexts]
+        wait(starts)
+        for start in starts:
+            start.result()
+        args.attach = {arm: f"http://127.0.0.1:{port}" for arm, port in ports.items()}
+        _rounds(args, result, _attached_round)
+        if args.profile:
+            result["profiles"] = {arm: profile(args, url) for arm, url in args.attach.items()}
+    for arm, log in logs.items():
+        _read_log(args, arm, log, result)
+    _write(args.out, result)
+
+
 def _started_round(args: argparse.Namespace, number: int, result: dict[str, Any]) -> None:
     for arm in _order(number):
         log = args.out.with_name(f"{args.out.stem}-{arm}-{number}.log")
         url = f"http://127.0.0.1:{args.port}"
-        command = [part.replace("{port}", str(args.port)) for part in args.server]
-        backend = "off" if arm == report.STOCK else args.backend
-        environment = os.environ | {"HEADFIT_BACKEND": backend, "SGLANG_TORCH_PROFILER_DIR": str(args.profile_dir)}
-        with serving_server.started(command, environment, url=url, log=log, timeout_s=args.start_timeout):
+        with _server(args, arm, args.port, log):
             facts = _facts(args, url)
             for concurrency in args.concurrency:
                 row = {"arm": arm, **facts, "round": number, "concurrency": concurrency}
                 result["rows"].append(row | measure(args, url, number, concurrency))
                 _say(result["rows"][-1])
             if args.profile and number == args.rounds - 1:
-                result["profiles"][arm] = profile(args, url, number)
-        text = log.read_text(errors="replace")
-        result["decode_step_ms"].setdefault(arm, []).append(report.decode_step_ms(text))
-        result["plugin"][arm] = said = report.plugin_lines(text)
-        answered = any(line.startswith("headfit answered") for line in said)
-        if answered != (arm == report.PLUGIN and args.backend != "flashmla"):
-            raise ServerError(
-                f"the {arm} server's log {'shows' if answered else 'lacks'} calls answered by headfit: {said}"
-            )
+                result["profiles"][arm] = profile(args, url)
+        _read_log(args, arm, log, result)
+
+
+def _server(args: argparse.Namespace, arm: str, port: int, log: Path) -> contextlib.AbstractContextManager:
+    command = [part.replace("{port}", str(port)) for part in args.server]
+    traces = args.profile_dir / arm
+    traces.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {
+        "HEADFIT_BACKEND": "off" if arm == report.STOCK else args.backend,
+        "SGLANG_TORCH_PROFILER_DIR": str(traces),
+    }
+    environment |= {name: value for owner, name, value in args.env if owner == arm}
+    url = f"http://127.0.0.1:{port}"
+    return serving_server.started(command, environment, url=url, log=log, timeout_s=args.start_timeout)
+
+
+def _read_log(args: argparse.Namespace, arm: str, log: Path, result: dict[str, Any]) -> None:
+    """The decode steps of an ended server, and whether the plugin ran where it should."""
+    text = log.read_text(errors="replace")
+    result["decode_step_ms"].setdefault(arm, []).append(report.decode_step_ms(text))
+    result["plugin"][arm] = said = report.plugin_lines(text)
+    answered = any(line.startswith("headfit answered") for line in said)
+    if answered != (arm == report.PLUGIN and args.backend != "flashmla"):
+        raise ServerError(
+            f"the {arm} server's log {'shows' if answered else 'lacks'} calls answered by headfit: {said}"
+        )
 
 
 def measure(args: argparse.Namespace, url: str, number: int, concurrency: int) -> dict[str, Any]:
@@ -163,7 +235,7 @@ def measure(args: argparse.Namespace, url: str, number: int, concurrency: int) -
     generator = random.Random(f"{args.seed}/{number}/{concurrency}")
     warm, prompts = (
         [[generator.randrange(2, args.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(count)]
-        for count in (concurrency, concurrency * args.requests_per_slot)
+        for count in (concurrency, max(args.min_requests, concurrency * args.requests_per_slot))
     )
     run_load(url, warm, **load | {"max_new_tokens": min(16, args.output_tokens)})
     flush_cache(url)
@@ -175,25 +247,27 @@ def measure(args: argparse.Namespace, url: str, number: int, concurrency: int) -
     return row
 
 
-def profile(args: argparse.Namespace, url: str, number: int) -> dict[str, Any]:
+def profile(args: argparse.Namespace, url: str) -> dict[str, Any]:
     """The kernels of some decode steps under load, from the profiler of attention-TP rank 0."""
     generator = random.Random(f"{args.seed}/profile")
     prompts = [
         [generator.randrange(2, args.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(args.profile)
     ]
     before = set(args.profile_dir.rglob("*.trace.json.gz"))
-    load = {"concurrency": args.profile, "max_new_tokens": 8 * args.output_tokens}
+    load = {"concurrency": args.profile, "max_new_tokens": PROFILED_LENGTHS * args.output_tokens}
     thread = threading.Thread(target=run_load, args=(url, prompts), kwargs=load)
     thread.start()
     time.sleep(PREFILL_S)
     post(url, "/start_profile", {"num_steps": PROFILED_STEPS, "activities": ["GPU"]})
-    thread.join()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (traces := sorted(set(args.profile_dir.rglob("*TP-0*.trace.json.gz")) - before)):
         if time.monotonic() > deadline:
             raise ServerError(f"the profiler left no trace under {args.profile_dir}")
         time.sleep(0.25)
     time.sleep(1)  # it may still be written
+    with contextlib.suppress(ServerError):  # what the load was for is done
+        post(url, "/abort_request", {"abort_all": True})
+    thread.join()
     with gzip.open(traces[-1], "rt") as stream:
         events = json.load(stream)["traceEvents"]
     return {"steps": PROFILED_STEPS, "concurrency": args.profile, **report.kernel_shares(events, ATTENTION_KERNELS)}

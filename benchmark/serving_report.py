@@ -66,15 +66,20 @@ def plugin_lines(log: str) -> list[str]:
 
 
 def kernel_shares(events: Iterable[dict[str, Any]], attention: str) -> Row:
-    """GPU time of a profiler trace's kernels by name, and the share of those whose name matches `attention`."""
+    """GPU time of a profiler trace's kernels by name; and of those whose name matches `attention`, with launches."""
     times: dict[str, float] = {}
+    launches: dict[str, int] = {}
     for event in events:
         if event.get("cat") == "kernel" and "dur" in event:
             times[event["name"]] = times.get(event["name"], 0.0) + event["dur"]
-    total = sum(times.values())
-    decode = sum(time for name, time in times.items() if re.search(attention, name))
-    top = sorted(times.items(), key=lambda item: -item[1])[:20]
-    return {"total_us": total, "attention_us": decode, "kernels_us": dict(top)}
+            launches[event["name"]] = launches.get(event["name"], 0) + 1
+    ours = [name for name in times if re.search(attention, name)]
+    return {
+        "total_us": sum(times.values()),
+        "attention_us": sum(times[name] for name in ours),
+        "attention_kernels": {name: {"launches": launches[name], "us": times[name]} for name in ours},
+        "kernels_us": dict(sorted(times.items(), key=lambda item: -item[1])[:20]),
+    }
 
 
 def ratios(rows: Iterable[Row]) -> dict[int, list[float]]:

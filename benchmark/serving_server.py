@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ class ServerError(Exception):
 @contextlib.contextmanager
 def started(
     command: Sequence[str], environment: Mapping[str, str], *, url: str, log: Path, timeout_s: float
-) -> Iterator[None]:
-    """Within, `command` serves at `url` and writes to `log`; after, all its processes have ended.
+) -> Iterator[subprocess.Popen]:
+    """Within, `command` serves at `url` and writes to `log`; after, all its processes have ended. Yields the launcher.
 
     Raises:
         ServerError: something else serves there, or it ended, or was not healthy in time; with the log's last lines.
@@ -39,7 +41,7 @@ def started(
                     tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-20:])
                     raise ServerError(f"the server {state}\n{tail}")
                 time.sleep(0.2)
-            yield
+            yield process
         finally:
             _end(process)
 
@@ -65,25 +67,33 @@ def get(url: str, path: str) -> dict[str, Any]:
         raise ServerError(f"{url}{path}: {error}") from error
 
 
-def post(url: str, path: str, body: Mapping[str, Any]) -> None:
-    """Send JSON.
+def post(url: str, path: str, body: Mapping[str, Any], *, timeout_s: float = 120.0) -> Any:
+    """Send JSON and get the JSON that the server answers; None where it answers anything else.
 
     Raises:
-        ServerError: the server does not answer with success.
+        ServerError: the server does not answer with success; with what it says instead.
     """
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url + path, data=json.dumps(body).encode(), headers=headers)
     try:
-        urllib.request.urlopen(request, timeout=120).close()
-    except OSError as error:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            text = answer.read()
+    except urllib.error.HTTPError as error:
+        raise ServerError(f"{url}{path}: {error}: {error.read().decode(errors='replace')[:500]}") from error
+    except (OSError, HTTPException) as error:
         raise ServerError(f"{url}{path}: {error}") from error
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def flush_cache(url: str, *, attempts: int = 40) -> None:
     """Empty the prefix cache. The server refuses while it still finishes a request; it has a while to."""
     for attempt in range(attempts):
         try:
-            return post(url, "/flush_cache", {})
+            post(url, "/flush_cache", {})
+            return
         except ServerError:
             if attempt == attempts - 1:
                 raise

@@ -10,6 +10,7 @@ import types
 import flash_mla_stand_in
 import layers
 import pytest
+import server_checks
 import torch
 from decode import Mode, Step
 
@@ -332,5 +333,6 @@ SCENARIOS = {
     "another_plugin_only": ({"SGLANG_PLUGINS": "another"}, (nothing_is_hooked, stock_stays_stock)),
     "changed_signature": ({}, (one_warning_says_why, stock_stays_stock)),
     "failed_hook": ({}, (one_warning_says_why, stock_stays_stock)),
+    **server_checks.SCENARIOS,
 }
 ONLY_IN = {"draft": WITH_DRAFT, "switching": ("0.5.23",), "stale": ("0.5.16", "0.5.23")}

@@ -117,6 +117,30 @@ def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
     ]
 
 
+def test_side_by_side_each_server_starts_once(tmp_path, port, monkeypatch):
+    monkeypatch.setattr(serving, "PREFILL_S", 0.1)
+    options = ["--rounds", "2", "--side-by-side", "--profile", "2", "--profile-dir", str(tmp_path / "profile")]
+    assert run(tmp_path / "result.json", port, *options, "--env", "stock:FAKE_STEP=0.03") == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    order = [(row["round"], row["concurrency"], row["arm"]) for row in result["rows"]]
+    assert order[:4] == [(0, 1, "stock"), (0, 1, "plugin"), (0, 4, "stock"), (0, 4, "plugin")]
+    assert order[4:6] == [(1, 1, "plugin"), (1, 1, "stock")] and len(order) == 8
+    assert result["summary"]["4"]["pairs"] == 2 and result["decode_step_ms"]["stock"][0]["2"] == pytest.approx(30.0)
+    kernels = {"sparse_mqa": {"launches": 1, "us": 25.0}}
+    assert [result["profiles"][arm]["attention_kernels"] for arm in ("stock", "plugin")] == [kernels] * 2
+    assert "headfit answered 1 decode calls" in result["plugin"]["plugin"] and not result["plugin"]["stock"]
+    for number in (0, 1):
+        assert not serving_server.healthy(f"http://127.0.0.1:{port + number * serving.PORT_STEP}")
+
+
+def test_no_round_starts_that_would_end_too_late(tmp_path, port, capsys):
+    options = ["--rounds", "9", "--concurrency", "1", "--stop-after", "0.1", "--min-requests", "3"]
+    assert run(tmp_path / "result.json", port, *options) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["summary"]["1"]["pairs"] == 1 and [row["num_requests"] for row in result["rows"]] == [3, 3]
+    assert "stopped after 1 of 9 rounds" in capsys.readouterr().err
+
+
 def test_a_failed_request_is_counted_and_gets_no_time(tmp_path, port, capsys):
     assert run(tmp_path / "result.json", port, "--rounds", "1", fake=["--fail-every", "6"]) == 1
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
@@ -179,6 +203,9 @@ def test_client_keeps_the_concurrency_and_survives_no_server(server, port):
         (["--out", "x", "--attach", "stock=http://a:1", "--", "python"], "either a server command"),
         (["--out", "x", "--attach", "stock=http://a:1"], "one URL each"),
         (["--out", "x", "--attach", "ours=http://a:1"], "--attach: 'ours=http://a:1'"),
+        (["--out", "x", "--env", "STOCK:A=1", "--", "python"], "--env: 'STOCK:A=1', allowed: stock:NAME=VALUE or"),
+        (["--out", "x", "--env", "stock:A", "--", "python"], "--env: 'stock:A'"),
+        (["--out", "x", "--side-by-side", *(f"--attach={arm}=http://a:1" for arm in serving.ARMS)], "need servers"),
         (["--out", "x", "--rounds", "0", "--", "python"], "--rounds: 0"),
         (["--out", "x", "--concurrency", "0", "--", "python"], "--concurrency: 0"),
         (["--out", "x", "--num-heads", "-1", "--", "python"], "--num-heads: -1"),

@@ -54,6 +54,7 @@ def _install_kernel(version: str) -> None:
 
 def _run(sender, version, scenario, environment, functions) -> None:
     import checks
+    import server_checks
 
     logger = logging.getLogger("headfit")
     logger.addHandler(checks.Recorder())
@@ -63,6 +64,8 @@ def _run(sender, version, scenario, environment, functions) -> None:
         _change_signature()
     if scenario == "failed_hook":
         _fail_a_hook()
+    if scenario in server_checks.SCENARIOS:
+        server_checks.install()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -5,6 +5,7 @@ import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -78,21 +79,25 @@ def create(
     kv_format: str = "fp8",
     dtype: torch.dtype = torch.bfloat16,
     max_batch: int | None = None,
+    pdl: bool = True,
 ) -> AttentionBackend:
     """Build the backend that `name` means; arguments and errors as `choose` has them.
 
     Args:
         max_batch: sequences that decode at a time. Where "auto" takes a padding backend, it then plans with the head
             count that was measured fastest there, instead of the smallest that holds a rank's heads.
+        pdl: of the Hopper kernel, see `SparseMQACudaBackend`; other backends never overlap.
     """
     chosen, reason = choose(name, device, kv_format=kv_format, dtype=dtype)
     _log_choice(chosen, reason)
-    if chosen != flashmla.SUPPORT.name:
-        return _FACTORIES[chosen]()
-    counts = flashmla.SUPPORT.num_heads
-    if name == "auto" and max_batch is not None:
-        counts = flashmla.measured_num_heads(flashmla.architecture(device), max_batch)
-    return flashmla.FlashMLABackend(device=device, num_heads=counts)
+    options: dict[str, Any] = {}
+    if chosen == sparse_mqa_cuda.SUPPORT.name:
+        options = {"pdl": pdl}
+    if chosen == flashmla.SUPPORT.name:
+        options = {"device": device}
+        if name == "auto" and max_batch is not None:
+            options["num_heads"] = flashmla.measured_num_heads(flashmla.architecture(device), max_batch)
+    return _FACTORIES[chosen](**options)
 
 
 def _obstacle(

@@ -53,6 +53,8 @@ struct Params {
   u32 block_magic, block_shift;      // item / head_blocks, as a slot's page
   u32 cluster_magic, cluster_shift;  // the same for division by the cluster's size
   float scale_log2;                  // softmax_scale * log2(e)
+  int overlap;                       // may the next kernel start before this one ends?
+  int pad;
 };
 
 // ---- shared memory, bytes -------------------------------------------------------------------------------------------
@@ -822,7 +824,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_mqa(const __grid_con
     }
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+  if (p.overlap) asm volatile("griddepcontrol.launch_dependents;");
   if (warp >= FIRST_GATHER) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     gather(p, smem, warp - FIRST_GATHER, lane);

@@ -73,6 +73,8 @@ class _Params(ctypes.Structure):
         ("cluster_magic", ctypes.c_uint32),
         ("cluster_shift", ctypes.c_uint32),
         ("scale_log2", ctypes.c_float),
+        ("overlap", ctypes.c_int32),
+        ("pad", ctypes.c_int32),
     )
 
 
@@ -153,8 +155,9 @@ def sparse_mqa_cuda(
         regions: one region (the unified form) or two (window and compressed).
         out: like q; written in place of a new tensor. Only its num_heads rows are touched.
         batch_invariant: a row's result is the same bits whatever else is in the batch.
-        pdl: let this kernel's start overlap the end of the one before it (programmatic dependent launch); it waits for
-            that kernel before it reads anything.
+        pdl: let this kernel's start overlap the end of the one before it, and the next one's start its own end
+            (programmatic dependent launch); it waits for that kernel before it reads anything. A kernel next to it
+            that is launched so must wait as well.
 
     Returns:
         o bf16 [num_tokens, num_heads, 512], `out` where given, and lse float32 [num_tokens, num_heads].
@@ -200,6 +203,7 @@ def sparse_mqa_cuda(
         cluster_magic=cluster_magic,
         cluster_shift=cluster_shift,
         scale_log2=softmax_scale * _LOG2E,
+        overlap=pdl,
     )
     with torch.cuda.device(q.device):
         _kernel(plan.head_tile, plan.cluster_size > 1).launch(

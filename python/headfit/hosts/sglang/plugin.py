@@ -45,7 +45,7 @@ def register() -> None:
     if settings.backend == "off":
         logger.info("headfit %s: HEADFIT_BACKEND=off, the server runs as stock", __version__)
         return
-    if not _runs_a_model():
+    if not runs_a_model():
         return
     try:
         code = read_server()
@@ -61,7 +61,7 @@ def status() -> dict[str, Any]:
     return {"active": False} if _plugin is None else _plugin.status()
 
 
-def _runs_a_model() -> bool:
+def runs_a_model() -> bool:
     """False in the launcher and in the detokenizer, which would import model code for nothing."""
     if multiprocessing.parent_process() is None:
         return False
@@ -258,14 +258,19 @@ def _backend(
     if settings.backend == reference.SUPPORT.name:
         return backends.create(settings.backend, device=device), "reference (asked for; far too slow to serve with)"
     if settings.backend != "auto":
-        return backends.create(settings.backend, device=device), f"{settings.backend} (asked for)"
+        return _create(settings.backend, device), f"{settings.backend} (asked for)"
     if min(counts) > AUTO_MAX_HEADS:
         return None, f"the server's own (auto: {min(counts)} heads a rank, more than {AUTO_MAX_HEADS})"
     name = sparse_mqa_cuda.SUPPORT.name
     try:
-        return backends.create(name, device=device), f"{name} (auto: the faster one here)"
+        return _create(name, device), f"{name} (auto: the faster one here)"
     except (ValueError, ImportError) as error:
         return None, f"the server's own (auto: {error})"
+
+
+def _create(name: str, device: torch.device) -> AttentionBackend:
+    # The server's kernels are launched in many ways; what comes next to this one may count on the stream's order.
+    return backends.create(name, device=device, pdl=False)
 
 
 def _is_hooked(target: str, hook: Callable[..., Any]) -> bool:

@@ -1,0 +1,361 @@
+"""Real SGLang servers with and without the plugin, on the same random weights and the same forced tokens.
+
+    python test/gpu/sglang_server_check.py --out RESULT.json --tp-size 2 --num-heads 16 [-- MORE SERVER FLAGS]
+
+Needs as many Hopper GPUs as `--tp-size`, an SGLang that serves DeepSeek-V4, and headfit with its entry point. Each arm
+is a server; all start at once and share the GPUs (`--side-by-side` starts fewer at a time), and one at a time is asked:
+
+    | arm    | what                                                                      |
+    |--------|---------------------------------------------------------------------------|
+    | stock  | `HEADFIT_BACKEND=off`: the server's kernel, padded as the server pads      |
+    | padded | the same, padded to 128 heads                                             |
+    | plugin | headfit                                                                   |
+    | fault  | headfit, every decode call with a neighbour rank's sinks                   |
+    | eager  | headfit without CUDA graphs, with `HEADFIT_CHECK=1`: outputs against float64 |
+    | dp     | headfit with DP attention over the ranks (needs `--tp-size` 2 or more)     |
+    | bare   | headfit without a kernel cache to write to; later a worker is killed        |
+
+All sequences continue with given tokens, so that the arms stay comparable (`sglang_server_plugin`); the prefix cache is
+off. Compared are log-probabilities of 64 tokens at each decode step. Then new sinks are loaded into the running stock,
+plugin and eager servers, from tensors and from disk, and the same sequences run again.
+
+The JSON holds `checks` (name, value, limit, holds), `rows` (a checked decode call each: layer, step, relative errors)
+and what each server said. The exit code is 1 where a check does not hold or an arm failed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmark")]
+
+import sglang_server_model as model  # noqa: E402
+import sglang_server_verdict as verdict  # noqa: E402
+import torch  # noqa: E402
+from serving_report import plugin_lines  # noqa: E402
+from serving_server import ServerError, flush_cache, get, healthy, post, started  # noqa: E402
+from sglang_server_plugin import WRITE_EVERY_S, Wishes  # noqa: E402
+
+PORT_STEP = 20  # apart from one another, for what a server opens next to its own port
+END_S = 90.0  # in which a server with a dead worker must have ended
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How one server differs from the others: what its workers are wished, its flags and its environment."""
+
+    wishes: dict[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    stock: bool = False
+
+
+ARMS = {
+    "stock": Arm(stock=True),
+    "padded": Arm(stock=True, wishes={"pad_to": 128}),
+    "plugin": Arm(),
+    "fault": Arm(wishes={"neighbour_sinks": True}),
+    "eager": Arm(wishes={"check_every": 8}, flags=("--disable-cuda-graph",), environment={"HEADFIT_CHECK": "1"}),
+    "dp": Arm(flags=("--enable-dp-attention", "--dp-size", "{tp_size}")),
+    # A folder that is yet to be made, and one that cannot be.
+    "bare": Arm(environment={"TRITON_CACHE_DIR": "{folder}/missing/triton", "HEADFIT_CACHE_DIR": "/dev/null/headfit"}),
+}
+UPDATED = ("stock", "plugin", "eager")
+
+
+@dataclass(slots=True)
+class Server:
+    """A running arm. `process` is its launcher."""
+
+    arm: str
+    url: str
+    folder: Path
+    log: Path
+    process: subprocess.Popen | None = None
+
+    def logprobs(self, steps: int) -> torch.Tensor:
+        """float64 [sequences, steps, watched tokens]: of every decode step, the prompt's own not among them.
+
+        Raises:
+            ServerError: other tokens came than those that were to be forced.
+        """
+        prompts = model.prompts()
+        body = {
+            "input_ids": prompts,
+            "sampling_params": {"temperature": 0, "max_new_tokens": steps + 1, "ignore_eos": True},
+            "return_logprob": True,
+            "token_ids_logprob": [model.watched_tokens()] * len(prompts),
+        }
+        answers = post(self.url, "/generate", body, timeout_s=300)
+        return logprobs_of(answers, prompts, steps)
+
+    def settle(self) -> None:
+        """Some tokens for every rank, so that the workers write what they have counted until now."""
+        time.sleep(2 * WRITE_EVERY_S)
+        few = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+        post(self.url, "/generate", {"input_ids": model.prompts()[-4:], "sampling_params": few})
+
+    def workers(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("worker-*.json"))]
+
+    def update_from_tensor(self, num_heads: int, seed: int, tp_size: int) -> None:
+        payload = [model.sink_payload(num_heads, seed)] * tp_size
+        self._updated("/update_weights_from_tensor", {"serialized_named_tensors": payload})
+
+    def update_from_disk(self, folder: Path) -> None:
+        self._updated("/update_weights_from_disk", {"model_path": str(folder), "load_format": "auto"})
+
+    def _updated(self, path: str, body: dict[str, Any]) -> None:
+        flush_cache(self.url)  # which waits for the server to be idle: in an update it would insist
+        answer = post(self.url, path, body)
+        if not answer or not answer.get("success"):
+            raise ServerError(f"{path}: {answer}")
+
+
+def logprobs_of(answers: Sequence[dict[str, Any]], prompts: Sequence[list[int]], steps: int) -> torch.Tensor:
+    """See `Server.logprobs`, of the server's answers to it."""
+    forced = model.forced_tokens()
+    found = []
+    for answer, prompt in zip(answers, prompts, strict=True):
+        wanted = forced[len(prompt) - 1 : len(prompt) + steps].tolist()
+        if answer["output_ids"][-steps - 1 :] != wanted:
+            raise ServerError(f"tokens were not forced: {answer['output_ids'][:4]}, wanted {wanted[:4]}")
+        rows = answer["meta_info"]["output_token_ids_logprobs"]
+        if len(rows) != steps + 1 or any([entry[1] for entry in row] != model.watched_tokens() for row in rows):
+            raise ServerError(f"log-probabilities of {len(rows)} steps or of other tokens, wanted {steps + 1}")
+        found.append([[entry[0] for entry in row] for row in rows[1:]])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    work = Path(tempfile.mkdtemp(prefix="headfit-servers-"))
+    model.write_model(work / "model", args.num_heads)
+    write_entry_point(work / "entry-point")
+    result: dict[str, Any] = {
+        "check": "sglang_server",
+        "command": sys.argv,
+        "tp_size": args.tp_size,
+        "num_heads": args.num_heads,
+        "num_local_heads": args.num_heads // args.tp_size,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "steps": args.steps,
+        "arms": {},
+        "differences": {},
+    }
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for first in range(0, len(args.arms), args.side_by_side):
+            run_group(args, args.arms[first : first + args.side_by_side], work, found, result)
+    finally:  # of an interrupted run, too
+        result["differences"] = verdict.differences(found)
+        result["checks"] = verdict.checks(result)
+        write(args.out, result)
+    print("\n".join(verdict.table(result)))
+    print(json.dumps({name: result[name] for name in ("num_local_heads", "tp_size", "sglang") if name in result}))
+    return int(not all(check["holds"] for check in result["checks"]))
+
+
+def run_group(
+    args: argparse.Namespace, group: Sequence[str], work: Path, found: dict[str, torch.Tensor], result: dict[str, Any]
+) -> None:
+    """Arms whose servers run side by side: the first runs, the updates, the counts, and a worker's end."""
+    with running(args, group, work, result) as servers:
+        for server in servers.values():
+            attempt(result, server.arm, lambda server=server: ask(args, server, found, result))
+            write(args.out, result)
+        for server in (servers[arm] for arm in UPDATED if arm in servers):
+            attempt(result, server.arm, lambda server=server: update(args, server, work, found))
+        for server in servers.values():
+            attempt(result, server.arm, lambda server=server: close(server, result))
+        if "bare" in servers:
+            attempt(result, "bare", lambda: kill_a_worker(servers["bare"], result))
+    if "bare" in group and args.restart:
+        with running(args, ["bare"], work, result, suffix="-again") as again:
+            result["arms"]["bare"]["restarted"] = "bare" in again
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; what cannot be run ends it with a message."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON result; the servers' logs go beside it")
+    parser.add_argument("--tp-size", type=int, default=2)
+    parser.add_argument("--num-heads", type=int, default=16, help="the model's query heads, over all ranks")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm != "dp"])
+    parser.add_argument("--steps", type=int, default=48, help="decode steps of a run")
+    parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of headfit's arms (default: auto)")
+    parser.add_argument("--side-by-side", type=int, default=len(ARMS), help="servers that share the GPUs")
+    parser.add_argument("--restart", action="store_true", help="start the bare server once more after its end")
+    parser.add_argument("--port", type=int, default=31_000)
+    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--memory-fraction", type=float, default=0.6, help="of what is free when a server starts")
+    parser.add_argument("flags", nargs="*", help="after `--`: more flags for every server")
+    args = parser.parse_args(arguments)
+    for name in ("tp_size", "num_heads", "steps", "side_by_side"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
+    if args.num_heads % args.tp_size:
+        parser.error(f"--num-heads: {args.num_heads}, allowed: multiples of --tp-size {args.tp_size}")
+    if args.tp_size == 1 and args.num_heads not in (64, 128) and {"stock", "padded"} & set(args.arms):
+        parser.error(f"--num-heads: {args.num_heads}, allowed with --tp-size 1: 64, 128 (stock pads only beyond TP 1)")
+    if "dp" in args.arms and args.tp_size == 1:
+        parser.error("--arms dp needs --tp-size 2 or more")
+    return args
+
+
+def write_entry_point(folder: Path) -> None:
+    """A distribution of nothing but the entry point by which SGLang finds `sglang_server_plugin`."""
+    info = folder / "headfit_server_check-0.0.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headfit-server-check\nVersion: 0.0.0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nheadfit_server_check = sglang_server_plugin:register\n"
+    )
+
+
+def command(args: argparse.Namespace, arm: str, work: Path, port: int) -> list[str]:
+    """The command line of an arm's server."""
+    flags = [flag.format(tp_size=args.tp_size) for flag in ARMS[arm].flags]
+    sizes = [str(size) for size in (1, 2, 4, len(model.PROMPT_TOKENS))]
+    return [
+        *(sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--model-path", str(work / "model"), "--load-format", "dummy", "--skip-tokenizer-init"),
+        *("--tp-size", str(args.tp_size), "--disable-radix-cache", "--skip-server-warmup", "--random-seed", "1"),
+        *("--mem-fraction-static", str(args.memory_fraction), "--max-total-tokens", "65536"),
+        *("--max-running-requests", "16", "--chunked-prefill-size", "2048", "--cuda-graph-bs-decode", *sizes),
+        *flags,
+        *args.flags,
+    ]
+
+
+def environment(args: argparse.Namespace, arm: str, work: Path, folder: Path) -> dict[str, str]:
+    """The environment of an arm's server; this process's, and what the arm adds."""
+    one = ARMS[arm]
+    path = [str(work / "entry-point"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONUNBUFFERED": "1",
+        "HEADFIT_BACKEND": "off" if one.stock else args.backend,
+        # Other servers take and give memory meanwhile.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        **Wishes(folder=str(folder), **one.wishes).as_environment(),
+        **{name: value.format(folder=folder) for name, value in one.environment.items()},
+    }
+
+
+@contextlib.contextmanager
+def running(
+    args: argparse.Namespace, arms: Sequence[str], work: Path, result: dict[str, Any], suffix: str = ""
+) -> Iterator[dict[str, Server]]:
+    """Within, the arms' servers run that came up; the others' errors stand in `result`."""
+    servers = {}
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(arms)) as pool:
+
+        def start(arm: str) -> None:
+            port = args.port + PORT_STEP * list(ARMS).index(arm)
+            folder = work / "arms" / f"{arm}{suffix}"
+            folder.mkdir(parents=True)
+            log = args.out.with_name(f"{args.out.stem}-{arm}{suffix}.log")
+            server = Server(arm, f"http://127.0.0.1:{port}", folder, log)
+            begin = time.monotonic()
+            context = started(
+                command(args, arm, work, port),
+                environment(args, arm, work, folder),
+                url=server.url,
+                log=log,
+                timeout_s=args.start_timeout,
+            )
+            server.process = context.__enter__()
+            stack.push(context)
+            servers[arm] = server
+            result["arms"].setdefault(arm, {})[f"ready_s{suffix}"] = round(time.monotonic() - begin, 1)
+            print(f"{arm}{suffix}: up after {time.monotonic() - begin:.0f} s", flush=True)
+
+        list(pool.map(lambda arm: attempt(result, arm, lambda: start(arm)), arms))
+        try:
+            yield {arm: servers[arm] for arm in arms if arm in servers}
+        finally:  # all at once; the stack waits for one after the other
+            for server in servers.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(server.process.pid, signal.SIGTERM)
+                text = server.log.read_text(errors="replace")
+                result["arms"][server.arm][f"said{suffix}"] = plugin_lines(text)
+
+
+def attempt(result: dict[str, Any], arm: str, what: Callable[[], None]) -> None:
+    """One arm's failure must not cost the others' results."""
+    try:
+        what()
+    except (ServerError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        message = f"{type(error).__name__}: {error}"
+        result["arms"].setdefault(arm, {}).setdefault("errors", []).append(message)
+        print(f"{arm}: {message}", file=sys.stderr, flush=True)
+
+
+def ask(args: argparse.Namespace, server: Server, found: dict[str, torch.Tensor], result: dict[str, Any]) -> None:
+    """The first runs; of stock and plugin twice, for what changes from run to run alone."""
+    result["sglang"] = get(server.url, "/server_info").get("version", "unknown")
+    begin = time.monotonic()
+    found[server.arm] = server.logprobs(args.steps)
+    print(f"{server.arm}: {args.steps} forced steps, {time.monotonic() - begin:.1f} s", flush=True)
+    if server.arm in UPDATED:
+        found[f"{server.arm} again"] = server.logprobs(args.steps)
+
+
+def update(args: argparse.Namespace, server: Server, work: Path, found: dict[str, torch.Tensor]) -> None:
+    """New sinks by tensors, others from disk, and the first ones again; a run after each."""
+    server.update_from_tensor(args.num_heads, 1, args.tp_size)
+    found[f"{server.arm} tensor"] = server.logprobs(args.steps)
+    if not (work / "sinks").exists():
+        model.write_sinks(work / "sinks", args.num_heads, 2)
+    server.update_from_disk(work / "sinks")
+    found[f"{server.arm} disk"] = server.logprobs(args.steps)
+    server.update_from_tensor(args.num_heads, 0, args.tp_size)
+    found[f"{server.arm} back"] = server.logprobs(args.steps)
+
+
+def close(server: Server, result: dict[str, Any]) -> None:
+    server.settle()
+    arm = result["arms"].setdefault(server.arm, {})
+    arm["workers"] = server.workers()
+
+
+def kill_a_worker(server: Server, result: dict[str, Any]) -> None:
+    """SIGKILL to one worker: the server must end, not hang, and its log says why."""
+    os.kill(server.workers()[-1]["pid"], signal.SIGKILL)
+    begin = time.monotonic()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.process.wait(END_S)
+    said = [
+        line for line in server.log.read_text(errors="replace").splitlines() if re.search("(?i)kill|exit|dead", line)
+    ]
+    result["arms"]["bare"]["after_kill"] = {
+        "ended": server.process.poll() is not None,
+        "seconds": round(time.monotonic() - begin, 1),
+        "serves": healthy(server.url),
+        "said": said[-5:],
+    }
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
