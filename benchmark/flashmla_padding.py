@@ -8,6 +8,7 @@ Replaces the table's rows of that architecture; those of others stay.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import headfit.backends
 from headfit.backends.flashmla import SUPPORT
 
 TABLE = Path(headfit.backends.__file__).parent / "flashmla_padding.json"
+GPUS = {"sm90": r"\b(GH200|H(20|100|200|800))", "sm100": r"\b(GB|B)(100|200|300)"}  # of an architecture, by their names
 PROVENANCE = ("gpu", "torch", "flash_mla", "commit", "date", "command")
 SHAPE = ("keys_window", "keys_extra", "compress_ratio", "batch")
 
@@ -27,14 +29,15 @@ def table_of(result: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: not a `decode_kernel` result, or a shape without a time at every head count.
     """
-    if result.get("benchmark") != "decode_kernel":
-        raise ValueError(f"benchmark: {result.get('benchmark')!r}, allowed: 'decode_kernel'")
+    if not isinstance(result, dict) or result.get("benchmark") != "decode_kernel":
+        found = result.get("benchmark") if isinstance(result, dict) else type(result).__name__
+        raise ValueError(f"benchmark: {found!r}, allowed: 'decode_kernel'")
     times: dict[tuple, dict[str, float]] = {}
     for row in result["rows"]:
         if row["backend"] == SUPPORT.name:
             times.setdefault(tuple(row[name] for name in SHAPE), {})[str(row["kernel_num_heads"])] = row["us_median"]
     for shape, us in times.items():
-        if any(us.get(str(count)) is None for count in SUPPORT.num_heads):
+        if not all(isinstance(us.get(str(count)), float | int) and us[str(count)] > 0 for count in SUPPORT.num_heads):
             raise ValueError(
                 f"rows: {dict(zip(SHAPE, shape, strict=True))} has {us}, allowed: a time of each head count"
             )
@@ -53,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         entry = table_of(json.loads(args.result.read_text()))
+        measured = [architecture for architecture, names in GPUS.items() if re.search(names, entry["gpu"])]
+        if measured and args.architecture not in measured:
+            raise ValueError(f"--architecture: {args.architecture}, allowed for {entry['gpu']}: {measured[0]}")
         table = json.loads(args.table.read_text()) if args.table.exists() else {"architectures": {}}
     except (OSError, ValueError, KeyError) as error:
         print(f"flashmla_padding: {error}", file=sys.stderr)

@@ -125,9 +125,18 @@ def load(file: Path) -> Result:
     Raises:
         ValueError: another file.
     """
-    result = json.loads(file.read_text())
+    try:
+        result = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     if not isinstance(result, dict) or result.get("benchmark") != "mqa_layer":
         raise ValueError(f"{file} is not a result of this benchmark")
+    needed = {*SHAPE_FIELDS, *MEASURED_FIELDS, "backend", "kernel_num_heads", "num_local_heads"}
+    rows = result.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and needed <= set(row) for row in rows):
+        raise ValueError(f"{file}: rows without {', '.join(sorted(needed))}")
+    if missing := {"command", "gpu", "commit"} - set(result):
+        raise ValueError(f"{file}: has no {', '.join(sorted(missing))}")
     return result
 
 
@@ -140,19 +149,33 @@ def write(result: Result, file: Path) -> None:
 
 
 def joined(results: list[Result]) -> Result:
-    """One result with the rows and commands of all, else as the last.
+    """One result with the rows and commands of all, else as the last; of a row that is there twice the last counts.
 
     Raises:
         ValueError: they were measured under different conditions.
     """
     for result in results[1:]:
         for name in CONDITIONS:
-            if result[name] != results[0][name]:
-                raise ValueError(f"--keep: {name} {results[0][name]!r} and {result[name]!r}, allowed: equal ones")
+            if (here := result.get(name)) != (first := results[0].get(name)):
+                raise ValueError(f"--keep: {name} {first!r} and {here!r}, allowed: equal ones")
+    rows = {_identity(row): row for result in results for row in result["rows"]}
     return results[-1] | {
         "command": " && ".join(dict.fromkeys(result["command"] for result in results)),
-        "rows": [row for result in results for row in result["rows"]],
+        "rows": list(rows.values()),
     }
+
+
+def backends_of(results: Iterable[Result]) -> dict[tuple, set[str]]:
+    """The backends that each shape has rows of."""
+    found: dict[tuple, set[str]] = {}
+    for result in results:
+        for row in result["rows"]:
+            found.setdefault(tuple(row[name] for name in SHAPE_FIELDS), set()).add(row["backend"])
+    return found
+
+
+def _identity(row: Row) -> tuple:
+    return tuple(row[name] for name in (*SHAPE_FIELDS, "backend", "kernel_num_heads"))
 
 
 def plot_file(source: Path, target: Path | None) -> Path:

@@ -68,9 +68,12 @@ def test_one_architecture_is_replaced(files):
         ({"benchmark": "mqa_layer"}, "benchmark: 'mqa_layer', allowed: 'decode_kernel'"),
         ({"rows": [row(64, 12.0)]}, "allowed: a time of each head count"),
         ({"rows": [row(64, 12.0), row(128, None)]}, "allowed: a time of each head count"),
+        ({"rows": [row(64, 12.0), row(128, "9")]}, "allowed: a time of each head count"),
+        ({"rows": [row(64, 12.0), row(128, 0)]}, "allowed: a time of each head count"),
         ({"rows": [row(16, 7.0, backend="sparse_mqa_cuda")]}, "rows: none of flashmla"),
+        ({"gpu": "NVIDIA B200"}, "--architecture: sm90, allowed for NVIDIA B200: sm100"),
     ],
-    ids=["benchmark", "missing", "red", "none"],
+    ids=["benchmark", "missing", "red", "text", "zero", "none", "architecture"],
 )
 def test_what_is_no_measurement_is_refused(files, capsys, change, message):
     before = files[1].read_text()

@@ -227,11 +227,15 @@ def test_row_08_sinks_written_in_place_show_and_rebound_ones_are_recorded_again(
         ({"request_slots": [0, 6]}, "request_slots: 6, allowed: 0 to 5"),
         ({"positions": [0, -1]}, "positions: -1, allowed: 0 to 199"),
         ({"positions": [200, 0]}, "positions: 200, allowed: 0 to 199"),
+        ({"tokens": [1, -1]}, "tokens: -1, allowed: 0 to "),
+        ({"tokens": [10**6, 1]}, "tokens: 1000000, allowed: 0 to "),
+        ({"tokens": [1.7, 1]}, "tokens: 1.7, allowed: int"),
+        ({"request_slots": [torch.tensor(1), torch.tensor(1)]}, r"request_slots: tensor\(1\), allowed: int"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(decode, log, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         decode(**{"tokens": [1, 2], "request_slots": [0, 1], "positions": [0, 0]} | changes)
     assert log == ["recorder"]
 

@@ -88,6 +88,8 @@ def create(
             count that was measured fastest there, instead of the smallest that holds a rank's heads.
         pdl: of the Hopper kernel, see `SparseMQACudaBackend`; other backends never overlap.
     """
+    if max_batch is not None:
+        flashmla.check_batch("max_batch", max_batch)
     chosen, reason = choose(name, device, kv_format=kv_format, dtype=dtype)
     _log_choice(chosen, reason)
     options: dict[str, Any] = {}

@@ -100,6 +100,14 @@ def obstacle() -> str | None:
     return None
 
 
+def check_batch(name: str, batch: int) -> None:
+    """Raise TypeError or ValueError where `batch` is no count of sequences."""
+    if not isinstance(batch, int):
+        raise TypeError(f"{name}: {batch!r}, allowed: int")
+    if batch < 1:
+        raise ValueError(f"{name}: {batch}, allowed: 1 or more")
+
+
 def measured_num_heads(architecture: str, batch: int) -> tuple[int, ...]:
     """The head counts to plan with so that decode at `batch` is fastest, by the measured table of this architecture.
 
@@ -109,9 +117,9 @@ def measured_num_heads(architecture: str, batch: int) -> tuple[int, ...]:
 
     Raises:
         ValueError: batch below 1.
+        TypeError: batch is no int.
     """
-    if batch < 1:
-        raise ValueError(f"batch: {batch}, allowed: 1 or more")
+    check_batch("batch", batch)
     table = json.loads(files("headfit.backends").joinpath(_PADDING_TABLE).read_text(encoding="utf-8"))
     rows = table["architectures"].get(architecture, {}).get("rows", [])
     batches = sorted({row["batch"] for row in rows})
@@ -215,6 +223,8 @@ class FlashMLABackend:
         if q.stride(-1) != 1 or attn_sink.stride(0) != 1:
             strides = f"{q.stride()} and {attn_sink.stride()}"
             raise ValueError(f"q, attn_sink: strides {strides}, allowed: a contiguous last axis")
+        if attn_sink.device != q.device:
+            raise ValueError(f"attn_sink: on {attn_sink.device}, allowed: {q.device}, where q is")
         for name, region in zip(("window", "compressed"), regions, strict=False):
             pool = region.pool
             if not isinstance(pool.kv_format, PackedFp8Format):

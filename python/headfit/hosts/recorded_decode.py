@@ -91,7 +91,8 @@ class RecordedDecode:
 
         Raises:
             ValueError: lists of different or no length, more sequences than request slots, a slot out of range or
-                named twice, a position out of the cache's range.
+                named twice, a token out of the vocabulary, a position out of the cache's range.
+            TypeError: a value that is no int.
         """
         self._check(tokens, request_slots, positions)
         self._drop_stale_steps()
@@ -130,14 +131,18 @@ class RecordedDecode:
                 f"tokens, request_slots, positions: {', '.join(map(str, lengths))} long, "
                 f"allowed: equally long, 1 to {self.cache.max_seqs}"
             )
-        if len(set(request_slots)) != len(request_slots):
-            raise ValueError(f"request_slots: {list(request_slots)} names a slot twice")
         for name, values, limit in (
+            ("tokens", tokens, self.model.config.vocab_size),
             ("request_slots", request_slots, self.cache.max_seqs),
             ("positions", positions, self.cache.max_context),
         ):
-            if wrong := [value for value in values if not 0 <= value < limit]:
-                raise ValueError(f"{name}: {wrong[0]}, allowed: 0 to {limit - 1}")
+            for value in values:
+                if not isinstance(value, int):
+                    raise TypeError(f"{name}: {value!r}, allowed: int")
+                if not 0 <= value < limit:
+                    raise ValueError(f"{name}: {value}, allowed: 0 to {limit - 1}")
+        if len(set(request_slots)) != len(request_slots):
+            raise ValueError(f"request_slots: {list(request_slots)} names a slot twice")
 
 
 def _padded_inputs(tokens, request_slots, positions, bucket: int) -> torch.Tensor:
