@@ -1,7 +1,8 @@
-"""Fixtures of all CPU tests: random numbers that depend on the test's name alone, and poison in unwritten memory."""
+"""Fixtures of all CPU tests: random numbers by the test's name alone, poison in unwritten memory, default signals."""
 
 import os
 import random
+import signal
 import zlib
 
 # Triton kernels run on the CPU, interpreted. Read when triton is first imported, which transformers does.
@@ -44,3 +45,15 @@ def nan_empty():
 def one_thread():
     """Torch on one thread: on matrices this small, threads that share a busy machine wait far longer than they work."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def default_signals():
+    """What a child starts with, also where this process was told to ignore some, as `pytest &` and nohup do."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)

@@ -233,7 +233,7 @@ def test_what_the_encoding_of_stdout_lacks_is_escaped(model, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_killed_rank_and_signals_end_the_run(model, tmp_path, how):
+def test_a_killed_rank_and_signals_end_the_run(model, tmp_path, default_signals, how):
     """SIGKILL goes to a rank, SIGHUP to the command alone, the others to the whole group of processes."""
     argv = generate(model, "--attn-tp", 2, "--max-new-tokens", 3000, "--prompt", "a")
     process = subprocess.Popen(

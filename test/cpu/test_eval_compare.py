@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from headfit import cli
-from headfit.evals.compare import compare_runs
+from headfit.evals.compare import compare_runs, p_text
 from headfit.evals.report import markdown
 from headfit.evals.score import score_run
 from headfit.evals.statistics import detectable_drop, mcnemar_p, paired_difference_interval, wilson_interval
@@ -132,7 +132,8 @@ def test_repeats_are_spread_over_problems():
     marked = found.differences["marked"]
     assert marked.point == pytest.approx(-1 / 30) and marked.p is None and marked.losses is None
     assert marked.interval[0] < -0.05 and marked.interval[1] == 0
-    assert found.verdict == "no drop shown" and "80% power" in found.words
+    assert (marked.permutation_p, marked.differing, marked.detectable_drop) == (1.0, 1, None)
+    assert found.verdict == "no drop shown" and "Only 1 of 30 differs: too few for the test" in found.words
     score = found.scores[0]
     low, high = score.interval("marked")
     assert score.accuracy("marked") == 0.75 and high - low > 1.5 * (
@@ -142,13 +143,102 @@ def test_repeats_are_spread_over_problems():
 
 def test_a_drop_over_many_problems_is_shown():
     found = compare(aime(lambda i: 12), aime(lambda i: 12 - i % 4))
-    assert found.verdict == "drop" and found.differences["marked"].interval[1] < 0
+    marked = found.differences["marked"]
+    assert found.verdict == "drop" and marked.interval[1] < 0 and marked.differing == 22
+    assert marked.permutation_p == 2.0**-21 and marked.detectable_drop < 0.06
+    summary = found.summary()["differences"]["marked"]
+    assert (summary["mcnemar_p"], summary["permutation_p"], summary["significant"]) == (None, 2.0**-21, True)
+    assert "sign-flip p" in markdown(found) and "permutation test" in markdown(found)
+
+
+@pytest.mark.parametrize(("rights", "drop"), [((16, 0), "100.00"), ((16, 15), "6.25"), ((9, 8), "6.25")])
+def test_a_drop_by_the_same_in_all_problems_is_shown(rights, drop):
+    """Nothing can be resampled, yet all 30 signs are the same."""
+    a, b = (aime(lambda i, right=right: right) for right in rights)
+    found = compare(a, b)
+    assert found.differences["marked"].interval is None and found.differences["marked"].permutation_p == 2.0**-29
+    assert found.verdict == "drop" and found.words == (
+        f"B is worse than A (B - A -{drop} points; no interval, as all problems differ by the same; exact sign-flip "
+        "p = 1.9e-09 over problems, 30 of 30 differ)."
+    )
+    assert compare(b, a).verdict == "gain"
+
+
+def test_five_problems_that_fall_are_no_drop_by_the_test():
+    found = compare(aime(lambda i: 8), aime(lambda i: 4 if i < 5 else 8))
+    assert found.differences["marked"].interval[1] < 0 and found.differences["marked"].permutation_p == 1 / 16
+    assert found.verdict == "no drop shown" and "Only 5 of 30 differ: too few" in found.words
+    assert (
+        "The 95% bootstrap interval excludes zero, but the exact sign-flip permutation test over problems does "
+        "not call this a drop at 5%, and the test decides."
+    ) in found.words
+    assert compare(aime(lambda i: 8), aime(lambda i: 4 if i < 6 else 8)).verdict == "drop"
 
 
 def test_repeats_that_never_differ_bound_nothing():
     found = compare(aime(lambda i: 8), aime(lambda i: 8, shift=3))
     assert found.differences["marked"].interval is None and found.verdict == "no drop shown"
-    assert "excludes no drop" in found.words
+    assert "No problem differs" in found.words and "excludes no drop" in found.words
+
+
+def test_the_detectable_drop_over_problems_is_at_most_what_a_has_right():
+    few = compare(aime(lambda i: 4 if i < 7 else 0), aime(lambda i: 4 * (7 <= i < 14)))
+    assert few.differences["marked"].detectable_drop is None
+    assert "what A has to lose, right answers 28 of 480 in 7 of 30 problems, is too little" in few.words
+    spread = compare(aime(lambda i: 8), aime(lambda i: 0 if i % 2 else 16))
+    least = spread.differences["marked"].detectable_drop
+    assert 0.2 < least < 0.5 and f"A drop of about {100 * least:.2f} points, spread over the problems," in spread.words
+    none = compare(aime(lambda i: 0), aime(lambda i: 1 if i < 3 else 0))
+    assert "A has no right answer to lose: no drop could have been detected." in none.words
+
+
+# Words that would contradict their numbers.
+
+
+def test_an_interval_beside_zero_does_not_overrule_the_exact_test():
+    found = compare(make_run(right_but(), num_questions=500), make_run(right_but(*range(5)), num_questions=500))
+    assert found.verdict == "no drop shown" and found.words.startswith(
+        "No drop is shown (B - A -1.00 points; 95% interval -2.32 points to -0.23 points; exact McNemar p = 0.062 from "
+        "5 losses and 0 gains). The 95% interval excludes zero, but the exact McNemar test does not call this a "
+        "drop at 5%, and the test decides. A drop larger than 2.32 points is excluded"
+    )
+    back = compare(make_run(right_but(*range(5)), num_questions=500), make_run(right_but(), num_questions=500))
+    assert "does not call this a gain at 5%" in back.words
+
+
+def test_an_arm_that_is_never_right_has_nothing_to_lose():
+    a, b = (make_run(lambda i, r, right=right: RIGHT if i < right else WRONG, num_questions=500) for right in (0, 3))
+    for found in (compare(a, a), compare(a, b)):
+        assert found.differences["marked"].detectable_drop is None and found.verdict == "no drop shown"
+        assert found.words.endswith("A has no right answer to lose: no drop could have been detected.")
+    assert "what A has to lose, right answers 3 of 500, is too little" in compare(b, b).words
+
+
+def test_a_run_of_discordant_questions_alone_still_detects_a_drop():
+    a, b = (
+        make_run(lambda i, r, half=half: RIGHT if i // 250 == half else WRONG, num_questions=500) for half in (0, 1)
+    )
+    found = compare(a, b)
+    drop = found.differences["marked"].detectable_drop
+    assert 0.1 < drop < 0.13 and f"A drop of {100 * drop:.2f} points would have been detected" in found.words
+
+
+def test_a_drop_as_large_as_the_detectable_one_is_not_missed_without_a_word():
+    a, b = (
+        make_run(lambda i, r, right=right: RIGHT if r < right[i] else WRONG, num_questions=7, repeats=16)
+        for right in ([15, 15, 16, 14, 12, 16, 12], [0, 16, 0, 0, 0, 16, 0])
+    )
+    found = compare(a, b)
+    marked = found.differences["marked"]
+    assert found.verdict == "no drop shown" and marked.permutation_p == 1 / 16
+    assert -marked.point > marked.detectable_drop and found.words.endswith(
+        "still not called one: that happens in one such run of five."
+    )
+
+
+@pytest.mark.parametrize(("p", "text"), [(0.0625, "0.062"), (0.0499, "0.0499"), (0.0501, "0.05"), (0.04999, "0.04999")])
+def test_a_p_is_shown_on_its_side_of_5_percent(p, text):
+    assert p_text(p) == text
 
 
 def write(file, run):

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ NUMBERS = {
     r"answer: \boxed{42}": (42, 42),
     r"\boxed{070}": (70, 70),
     r"\boxed{1{,}234}": (1234, 1234),
-    r"\boxed{1\,234}": (1234, 234),
+    r"\boxed{1\,234}": (1234, 1234),
     r"\boxed{\$18.00}": (18, 18),
     r"\boxed{18\text{ dollars}}": (18, 18),
     r"\boxed{\text{18}}": (18, 18),
@@ -58,12 +59,92 @@ NUMBERS = {
     "(-5)": (None, -5),
     "$1,234.5.": (None, Fraction("1234.5")),
     "costs .5": (None, Fraction(1, 2)),
-    "1,2345": (None, 2345),
+    "1,2345": (None, None),
     "1/0": (None, None),
     "<think>#### 3 is it</think> so #### 4": (4, 4),
     "<think>#### 3 is it</think> none": (None, None),
     "\u0663 and \u00b2": (None, None),
     "#### " + "7" * 5000: (None, None),
+    # numbers in one box, joined only by what separates thousands
+    r"\boxed{7 \text{ or } 8}": (None, 8),
+    r"\boxed{7 8}": (None, 8),
+    r"\boxed{7 \quad 8}": (None, 8),
+    r"\boxed{7 \quad 800}": (None, 800),
+    r"\boxed{3 \; 4 \; 5}": (None, 5),
+    r"\boxed{5\%20}": (None, 20),
+    r"\boxed{90^\circ 30}": (None, 30),
+    r"\boxed{12\text{5}}": (None, 5),
+    r"\boxed{1{2}3}": (None, 3),
+    r"\boxed{\frac{1}{2}3}": (None, 3),
+    r"\boxed{\pm 5}": (None, None),
+    r"\boxed{1,234}": (1234, 1234),
+    r"\boxed{1 234}": (1234, 1234),
+    r"\boxed{1,\!234}": (1234, 1234),
+    r"\boxed{1 2345}": (None, 2345),
+    r"\boxed{1 \frac{1}{2}}": (Fraction(3, 2), Fraction(3, 2)),
+    r"\boxed{3\frac{1}{2}}": (Fraction(7, 2), Fraction(7, 2)),
+    r"#### 3\frac{1}{2}": (Fraction(7, 2), Fraction(7, 2)),
+    "#### 3\u00bd": (Fraction(7, 2), Fraction(7, 2)),
+    "#### 7 or 8": (None, 8),
+    "#### 1, 2, 3": (None, 3),
+    "#### 5%20": (None, 20),
+    # signs
+    r"#### -\$5": (-5, -5),
+    "#### - 5": (-5, -5),
+    "#### \u20135": (-5, -5),
+    "#### -\u20ac5": (-5, -5),
+    "#### -(5)": (-5, -5),
+    "#### negative 5": (-5, -5),
+    "#### \u00b15": (None, None),
+    r"\boxed{- 5}": (-5, -5),
+    r"\boxed{-\$5}": (-5, -5),
+    "pages 5\u20139": (None, 9),
+    "9 minus 5": (None, 5),
+    "Left:\n- 5": (None, 5),
+    # a part of what is written is not the number
+    "#### 12,34,567": (None, None),
+    "#### 1,23": (None, None),
+    "#### 1.2.3": (None, None),
+    "#### 10:30": (None, None),
+    "#### 10 000": (10000, 10000),
+    "#### 5 x 10^3": (None, None),
+    "#### 10^3": (None, None),
+    "#### 10\u00b2": (None, None),
+    "#### 1e3": (1000, 1000),
+    "#### 1 1/2": (Fraction(3, 2), Fraction(3, 2)),
+    "#### 1/2": (Fraction(1, 2), Fraction(1, 2)),
+    "#### 18 = 3*6": (None, 6),
+    "#### 3*6 = 18": (18, 18),
+    "#### 5-6": (None, 6),
+    r"#### 2\sqrt{3}": (None, 3),
+    "#### 5 million": (None, 5),
+    r"\boxed{5 \text{ million}}": (None, 5),
+    r"\boxed{5x}": (None, 5),
+    "The answer is 12, since x = 5.": (12, 5),
+    "#### 18 (x = 5)": (18, 5),
+    "wait...5": (None, 5),
+    # common forms
+    "**Answer**: 7": (7, 7),
+    "####\n7": (7, 7),
+    "**Answer:**\n\n$$7$$": (7, 7),
+    "Answer:\nFirst 3 and 4": (None, 4),
+    r"\boxed{$7$}": (7, 7),
+    r"\boxed{(7)}": (7, 7),
+    r"\boxed{\left(7\right)}": (7, 7),
+    r"\boxed{{7}}": (7, 7),
+    r"\boxed{18 dollars}": (18, 18),
+    r"\boxed{18\text{ cm}^2}": (18, 18),
+    r"\boxed{5\,\text{m}}": (5, 5),
+    r"\boxed{\textbf{\text{18}}}": (18, 18),
+    r"\boxed{\frac{-1}{2}}": (Fraction(-1, 2), Fraction(-1, 2)),
+    r"\boxed{-\frac{-1}{2}}": (Fraction(1, 2), Fraction(1, 2)),
+    r"\boxed{\frac12}": (Fraction(1, 2), Fraction(1, 2)),
+    # thinking
+    "<think>#### 3": (None, None),
+    "#### 4 <think>or #### 3": (4, 4),
+    "#### 3 is it</think> so #### 4": (4, 4),
+    "<think>3</think> wait <think>#### 5": (None, None),
+    "<thinking>\\boxed{3}": (None, None),
 }
 
 
@@ -100,7 +181,16 @@ def test_every_integer_is_read_back(number, form):
         assert [extract(text, name) for name in EXTRACTORS] == [number, number]
 
 
-PIECES = [*"#0159-+$.,/{}=% \n\\", "\\boxed{", "#### ", "</think>", "\\frac{1}{", "\\text{", "answer is "]
+PIECES = [
+    *"#0159-+$.,/{}=%^:()* \n\\",
+    "<think>",
+    "\\boxed{",
+    "#### ",
+    "</think>",
+    "\\frac{1}{",
+    "\\text{",
+    "answer is ",
+]
 
 
 @given(st.lists(st.sampled_from(PIECES)).map("".join))
@@ -108,6 +198,22 @@ def test_no_text_breaks_an_extractor(text):
     for name in EXTRACTORS:
         number = extract(text, name)
         assert number is None or isinstance(number, Fraction)
+
+
+LOOPS = [
+    *("the answer is not ", "answer: ", "answer ", "Answer:\n", "\\boxed{", "####", "<think>", "</think>", "\\frac{1}"),
+    *("1,", "1.", "1/", "-", "- ", "1", "123 ", "1 ", " ", "\n", ", ", "^ ", "{", "minus "),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=repr)
+def test_a_megabyte_of_a_loop_is_read_in_linear_time(loop):
+    text = loop * (1_000_000 // len(loop))
+    start = time.process_time()
+    for name in EXTRACTORS:
+        for before in ("", "#### 1 "):
+            extract(before + text, name)
+    assert time.process_time() - start < 10  # four texts, under a second each; quadratic time takes minutes
 
 
 def test_an_unknown_extractor_is_refused():

@@ -125,6 +125,7 @@ def test_seeds_draw_differently(capfd, tmp_path):
         (("--model", "tiny"), "--model, --thinking: go with --base-url only"),
         (("--backend", "unknown"), "backend: 'unknown', allowed"),
         (("--max-tokens", 10**6), "do not fit the cache"),
+        (("--temperature", 1e-4), "temperature: 0.0001, allowed: 0 (greedy), 0.001 or more"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(capfd, tmp_path, more, part):

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import email.utils
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 
 from headfit import cli
 from headfit.evals.client import Endpoint, Reply, RequestError
-from headfit.evals.store import read_run
+from headfit.evals.store import append, read_run
 
 COUNT = 44
 # What question i is answered, attempt after attempt: pattern i % 11. The last step is the one that is scored.
@@ -50,6 +51,13 @@ FAILING = {
     "503",
 }
 STATUS = {"429": 429, "500": 500, "503": 503, "401": 401}
+SLOW_HEADS = {
+    "slow headers": b"X-Wait: 1\r\n",
+    "continue": b"HTTP/1.1 100 Continue\r\n\r\n",
+    "slow line": b"H",
+}
+DEEP = b'{"choices":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+KEY = "sk-0123456789"
 SLOW = 3.0
 TIMEOUT = 1.5
 COPIES = COUNT // len(PATTERN)
@@ -63,6 +71,7 @@ class Server:
 
     def __init__(self, steps):
         self.steps = steps
+        self.models = {"data": [{"id": "twice", "owned_by": "test"}]}
         self.requests = []  # (question, step, body) in order of arrival
         self.delay = 0.0
         self._counts = collections.Counter()
@@ -76,7 +85,7 @@ class Server:
                 pass
 
             def do_GET(self):
-                self.send_json(200, {"data": [{"id": "twice", "owned_by": "test"}]})
+                self.send_json(200, server.models)
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -126,7 +135,8 @@ class Server:
         answer = completion(2 * question, step, chat)
         if step in STATUS:
             headers = [("Retry-After", "0")] if step == "429" else []
-            handler.send_json(STATUS[step], {"error": "busy"}, headers=headers)
+            told = f"busy, and no {handler.headers['Authorization']}"
+            handler.send_json(STATUS[step], {"error": told}, headers=headers)
         elif step == "truncated":
             handler.send_json(200, answer, missing=20)
         elif step in ("dropped", "reset"):
@@ -147,8 +157,15 @@ class Server:
             for _ in range(100):
                 handler.wfile.write(b" ")
                 time.sleep(0.05)
+        elif step in SLOW_HEADS:
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\n" if step == "slow headers" else b"")
+            for _ in range(200):
+                handler.wfile.write(SLOW_HEADS[step])
+                time.sleep(0.05)
         elif step == "not json":
             handler.send_raw(200, b"<html>", 6)
+        elif step == "deep":
+            handler.send_raw(200, DEEP, len(DEEP))
         elif step == "no choices":
             handler.send_json(200, {"choices": []})
         else:
@@ -377,12 +394,123 @@ def test_what_is_no_whole_answer_is_an_error(monkeypatch, answer):
     assert refused.value.retryable
 
 
-def test_the_deadline_holds_for_the_whole_answer(serve):
-    server = serve(lambda i, attempt, body: "drip")
+@pytest.mark.parametrize("step", ["drip", *SLOW_HEADS])
+def test_the_deadline_holds_for_the_whole_answer(serve, step):
+    server = serve(lambda i, attempt, body: step)
     start = time.monotonic()
     with pytest.raises(RequestError, match=r"no answer within 0\.5 s"):
         Endpoint(server.url, "chat", 0.5).ask("What is twice 3?", {})
     assert time.monotonic() - start < 2
+
+
+def test_the_deadline_holds_while_nothing_is_read():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "chat", 0.5)
+        start = time.monotonic()
+        with pytest.raises(RequestError, match=r"no answer within 0\.5 s"):
+            endpoint.ask("a" * (1 << 25), {})
+        assert time.monotonic() - start < 2
+
+
+def test_what_the_server_repeats_of_the_key_is_not_stored(capfd, tmp_path, serve, monkeypatch):
+    server = serve(lambda i, attempt, body: "401")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    assert cli.main(command(server, tmp_path, "--concurrency", 1)) == cli.FAILED
+    err = capfd.readouterr().err
+    assert "busy, and no Bearer (API key)" in err and KEY not in err
+    assert KEY.encode() not in (tmp_path / "run.jsonl").read_bytes()
+    assert KEY not in repr(Endpoint(server.url, "chat", 1.0, KEY))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\nX-Other: 1", " ", "\x00", "\u2026"])
+def test_a_key_that_no_header_holds_is_refused_unseen(end):
+    with pytest.raises(
+        ValueError, match=r"OPENAI_API_KEY: \(not shown\) has .* at position 14 of .*, allowed: "
+    ) as refused:
+        Endpoint("http://localhost/v1", "chat", 1.0, KEY + end)
+    assert KEY not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://user:{KEY}@host/v1",
+        f"user:{KEY}@host/v1",
+        f"http://user:{KEY}/[@host/v1",
+        f"http://host/v1?key={KEY}",
+        f"http://host/v1#{KEY}",
+    ],
+)
+def test_a_password_or_key_in_the_address_is_refused_unseen(capfd, tmp_path, serve, url):
+    assert cli.main(command(serve(), tmp_path, "--base-url", url)) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert "base_url: (not shown) holds" in err and "allowed: http://" in err and "OPENAI_API_KEY" in err
+    assert KEY not in err and err.count("\n") == 1 and not (tmp_path / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize("url", ["http://h:x/v1", "http://h:0/v1", "http://[::1/v1", "http://a..b/v1", "http://h/v 1"])
+def test_an_address_of_no_server_is_refused(url):
+    with pytest.raises(ValueError, match=r"base_url: 'http://.*', allowed: http://host:port/v1"):
+        Endpoint(url, "chat", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds"),
+    [
+        ("3", (3, 3)),
+        (email.utils.formatdate(time.time() + 600, usegmt=True), (1, 600)),
+        (email.utils.formatdate(time.time() - 600, usegmt=True), (0, 0)),
+        ("soon", None),
+    ],
+    ids=["seconds", "date", "past", "neither"],
+)
+def test_the_server_says_when_to_ask_again(wait, seconds):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        answer = f"HTTP/1.1 503 Busy\r\nRetry-After: {wait}\r\nContent-Length: 0\r\n\r\n".encode()
+
+        def reply():
+            connection = listening.accept()[0]
+            connection.recv(1 << 16)
+            connection.sendall(answer)
+
+        threading.Thread(target=reply, daemon=True).start()
+        with pytest.raises(RequestError, match="HTTP 503") as refused:
+            Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "chat", 5.0).models()
+    found = refused.value.retry_after
+    assert found is None if seconds is None else seconds[0] <= found <= seconds[1]
+
+
+def test_a_body_of_any_depth_is_asked_for_again(capfd, tmp_path, serve):
+    server = serve(lambda i, attempt, body: "right" if attempt else "deep")
+    score = run_json(capfd, command(server, tmp_path, count=3))["score"]
+    assert score["extractors"]["marked"]["right"] == 3 and score["failed_requests"] == 3
+
+
+@pytest.mark.parametrize("depth", [5, 500])
+def test_what_is_shown_of_an_answer_has_an_end(monkeypatch, depth):
+    deep = json.loads("[" * depth + "]" * depth)
+    for answer in ({"choices": deep}, chat_answer(content=deep), chat_answer(content="a", reason=deep)):
+        monkeypatch.setattr(Endpoint, "_call", lambda *args, answer=answer: answer)
+        with pytest.raises(RequestError) as refused:
+            Endpoint("http://localhost/v1", "chat", 1.0).ask("", {})
+        assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("models", "code", "part"),
+    [
+        ([], cli.BAD_INPUT, "--model: not given, allowed: a name; the server lists no model"),
+        ([{"id": "a"}, {"id": "b"}], cli.BAD_INPUT, "--model: not given, allowed: one of a, b"),
+        ([{"id": 1}, {"id": 2}], cli.FAILED, "GET /models: unexpected answer {'data': [{'id': 1}"),
+    ],
+)
+def test_models_that_leave_none_to_choose(capfd, tmp_path, serve, models, code, part):
+    server = serve(always_right)
+    server.models = {"data": models}
+    assert cli.main(command(server, tmp_path)) == code
+    err = capfd.readouterr().err
+    assert part in err and err.count("\n") == 1
+    assert run_json(capfd, command(server, tmp_path, "--model", "b", count=2))["arm"]["model"] == "b"
 
 
 def test_a_server_that_is_not_there(capfd, tmp_path, serve):
@@ -395,7 +523,7 @@ def test_a_server_that_is_not_there(capfd, tmp_path, serve):
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_run_whose_server_hangs(tmp_path, serve, sent, code):
+def test_a_signal_ends_a_run_whose_server_hangs(tmp_path, serve, default_signals, sent, code):
     server, file = serve(lambda i, attempt, body: "drip" if i > 8 else "right"), tmp_path / "run.jsonl"
     argv = command(server, tmp_path, "--timeout", 600, "--concurrency", 2)
     process = subprocess.Popen([sys.executable, "-m", "headfit.cli", *argv], stderr=subprocess.PIPE, text=True)
@@ -415,6 +543,184 @@ def test_another_run_is_not_mixed_in(capfd, tmp_path, serve):
     assert cli.main(command(server, tmp_path, "--max-tokens", 99)) == cli.BAD_INPUT
     assert "max_tokens 2048 there, 99 now" in capfd.readouterr().err
     assert len(read_run(tmp_path / "run.jsonl").answers) == COUNT
+
+
+def test_the_same_questions_from_another_file_go_on_and_compare(capfd, tmp_path, serve):
+    server, shot = serve(always_right), {"question": "What is half of 4?", "answer": "2"}
+    for name, row in (("a", shot), ("b", shot | {"source": "elsewhere"}), ("c", shot | {"answer": "2.0"})):
+        (tmp_path / f"shots-{name}.jsonl").write_text(json.dumps(row))
+    copy = tmp_path / "copy.jsonl"
+
+    def ask(data, shots, out):
+        more = ("--data", data, "--shots", tmp_path / f"shots-{shots}.jsonl", "--num-shots", 1)
+        return command(server, tmp_path, *more, out=out)
+
+    run_json(capfd, ask(questions(tmp_path), "a", "run.jsonl"))
+    copy.write_text("\n" + (tmp_path / "questions.jsonl").read_text())
+    del server.requests[:]
+    run_json(capfd, ask(copy, "b", "run.jsonl"))
+    assert not server.requests
+    run_json(capfd, ask(copy, "b", "other.jsonl"))
+    files = [str(tmp_path / "run.jsonl"), str(tmp_path / "other.jsonl")]
+    found = run_json(capfd, ["eval", "compare", *files, "--json"])
+    assert found["verdict"] == "no drop shown" and "data" not in found["settings"]
+    assert [arm["data"] for arm in found["arms"]] == ["questions.jsonl", "copy.jsonl"]
+    assert [arm["shots"] for arm in found["arms"]] == ["shots-a.jsonl", "shots-b.jsonl"]
+    assert cli.main(ask(copy, "c", "run.jsonl")) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert "prompts_sha256" in err and "shots 'shots-a.jsonl' there, 'shots-c.jsonl' now" in err
+
+
+RUN = {"task": "gsm8k", "num_questions": 2, "repeats": 1, "stop": []}
+ANSWER = {"kind": "answer", "index": 0, "repeat": 0, "gold": "4", "text": "#### 4", "finish_reason": "stop"}
+GONE = object()
+
+
+def changed(row, changes):
+    return {name: value for name, value in (row | changes).items() if value is not GONE}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"settings": GONE}, "line 1: settings: missing, allowed: an object"),
+        ({"settings": []}, "line 1: settings: [], allowed: an object"),
+        ({"arm": GONE}, "line 1: arm: missing, allowed: an object"),
+        ({"arm": {"server": [[[[[[]]]]]]}}, "line 1: nested too deep, allowed: 5 levels"),
+    ],
+)
+def test_a_first_line_that_is_no_runs_is_refused(capfd, tmp_path, changes, part):
+    assert_no_run(capfd, tmp_path, part, changed({"kind": "run", "format": 1, "settings": RUN, "arm": {}}, changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"task": 3}, "task: 3, allowed: a text"),
+        ({"num_questions": 0}, "num_questions: 0, allowed: an integer of 1 or more"),
+        ({"num_questions": 10**9}, "num_questions x repeats: 1000000000, allowed: 1 to 10000000"),
+        ({"repeats": 0}, "repeats: 0, allowed"),
+        ({"repeats": True}, "repeats: True, allowed"),
+        ({"repeats": GONE}, "repeats: missing, allowed"),
+        ({"stop": GONE}, "stop: missing, allowed: a list of texts"),
+        ({"stop": [""]}, "stop: [''], allowed: a list of texts"),
+    ],
+)
+def test_settings_of_no_run_are_refused(capfd, tmp_path, changes, part):
+    run = {"kind": "run", "format": 1, "settings": changed(RUN, changes), "arm": {}}
+    assert_no_run(capfd, tmp_path, f"line 1: settings: {part}", run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"text": GONE}, "text: missing, allowed: a text"),
+        ({"text": None}, "text: None, allowed: a text"),
+        ({"text": 4}, "text: 4, allowed: a text"),
+        ({"gold": GONE}, "gold: missing, allowed: a text that states a number"),
+        ({"gold": 4}, "gold: 4, allowed"),
+        ({"gold": "many"}, "gold: answer: 'many' states no number"),
+        ({"finish_reason": GONE}, "finish_reason: missing, allowed: stop or length"),
+        ({"finish_reason": "abort"}, "finish_reason: 'abort', allowed"),
+        ({"index": [1]}, "unknown, uncalled for or there twice"),
+        ({"index": False}, "unknown, uncalled for or there twice"),
+        ({"index": 0.0}, "unknown, uncalled for or there twice"),
+        ({"kind": "error", "repeat": 1}, "unknown, uncalled for or there twice"),
+    ],
+)
+def test_an_answer_that_cannot_be_scored_is_refused(capfd, tmp_path, changes, part):
+    run = {"kind": "run", "format": 1, "settings": RUN, "arm": {}}
+    assert_no_run(capfd, tmp_path, f"line 2: {part}", run, changed(ANSWER, changes))
+
+
+def test_a_line_of_any_depth_is_refused(capfd, tmp_path):
+    (tmp_path / "run.jsonl").write_bytes(DEEP + b"\n")
+    assert_no_run(capfd, tmp_path, "line 1: not JSON (maximum recursion depth exceeded")
+
+
+def assert_no_run(capfd, folder, part, *rows):
+    """Scoring and comparing the file, and going on with it, are refused in one line that names it."""
+    file = folder / "run.jsonl"
+    if rows:
+        file.touch()
+        append(file, rows)
+    content = file.read_bytes()
+    go_on = ["eval", "gsm8k", "--local", "tiny", "--data", str(questions(folder, 2)), "--num-shots", "0"]
+    go_on += ["--out", str(file), "--device", "cpu", "--max-tokens", "5"]
+    for argv in (["eval", "score", str(file)], ["eval", "compare", str(file), str(file)], go_on):
+        assert cli.main(argv) == cli.BAD_INPUT
+        out, err = capfd.readouterr()
+        assert out == "" and f"headfit: error: {file} {part}" in err and err.count("\n") == 1, err
+    assert file.read_bytes() == content
+
+
+def test_devices_and_folders_are_no_files(capfd, tmp_path, serve):
+    server = serve(always_right)
+    for out in ("/dev/full", tmp_path):
+        assert cli.main(command(server, tmp_path, "--out", out)) == cli.BAD_INPUT
+        assert f"{out}: not a regular file, allowed: " in capfd.readouterr().err
+    argv = command(server, tmp_path, "--data", "/dev/zero")
+    for each in (argv, ["eval", "score", "/dev/zero"]):
+        assert cli.main(each) == cli.BAD_INPUT
+        assert "/dev/zero: a device, allowed: a file" in capfd.readouterr().err
+
+
+def test_more_answers_than_memory_holds_are_refused(capfd, tmp_path, serve):
+    assert cli.main(command(serve(), tmp_path, "--repeats", 2**31 - 1)) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert "num_questions x repeats: " in err and not (tmp_path / "run.jsonl").exists()
+
+
+def test_the_comparison_is_printed_whatever_else_fails(capfd, tmp_path, serve, monkeypatch):
+    run_json(capfd, command(serve(always_right), tmp_path))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    file = str(tmp_path / "run.jsonl")
+    for more in (("--plot", str(tmp_path / "a.png")), ("--report", str(tmp_path / "none" / "a.md"))):
+        assert cli.main(["eval", "compare", file, file, *more]) == cli.BAD_INPUT
+        out, err = capfd.readouterr()
+        assert "Verdict: " in out and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("answer", ["18.0", "18", '"18."', '"18%"', '"18 %."', "1.8e1", '"It is so.\\n#### 18."'])
+def test_answers_that_state_a_number(capfd, tmp_path, serve, answer):
+    file = tmp_path / "data.jsonl"
+    file.write_text(f'{{"question": "What is twice 9?", "answer": {answer}}}\n')
+    score = run_json(capfd, command(serve(always_right), tmp_path, "--data", file))["score"]
+    assert score["extractors"]["marked"]["right"] == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ('{"question": "a", "answer": NaN}', "'NaN' states no number"),
+        ('{"question": "a", "answer": 1e999999999}', "states no number"),
+        ('{"question": "a", "answer": [1]}', "which may be a number"),
+        ('{"question": "half \\ud83d", "answer": 1}', "'\\ud83d', half of a surrogate pair, allowed: Unicode text"),
+        (DEEP.decode(), "not JSON (maximum recursion depth"),
+    ],
+    ids=["nan", "large", "list", "surrogate", "deep"],
+)
+@pytest.mark.parametrize("target", ["--base-url", "--local"])
+def test_a_line_that_is_no_question_is_refused(capfd, tmp_path, target, row, part):
+    file = tmp_path / "data.jsonl"
+    file.write_text(row + "\n")
+    where = {"--base-url": "http://localhost:1/v1", "--local": "tiny"}[target]
+    argv = [
+        "eval",
+        "gsm8k",
+        target,
+        where,
+        "--data",
+        str(file),
+        "--num-shots",
+        "0",
+        "--out",
+        str(tmp_path / "run.jsonl"),
+    ]
+    assert cli.main(argv) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert f"{file} line 1: " in err and part in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

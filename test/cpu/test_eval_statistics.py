@@ -1,20 +1,23 @@
 """Intervals, tests and power against scipy, or against their definitions computed another way."""
 
+import itertools
 import math
 import random
 
 import numpy as np
 import pytest
 from scipy import optimize
-from scipy.stats import binom, binomtest, norm
+from scipy.stats import binom, binomtest, norm, permutation_test, t
 
 from headfit.evals.statistics import (
+    FEWEST_DIFFERING,
     bootstrap_mean,
     detectable_drop,
     mcnemar_p,
     mcnemar_power,
     normal_detectable_drop,
     paired_difference_interval,
+    sign_flip_p,
     wilson_interval,
 )
 
@@ -133,6 +136,66 @@ def test_too_few_questions_detect_nothing():
     assert detectable_drop(noise=0.0, total=6) > 0.9
 
 
+def test_what_the_first_arm_has_right_bounds_the_detectable_drop():
+    assert detectable_drop(noise=0.1, total=500, right=0.0) is None
+    assert detectable_drop(noise=0.0, total=500, right=6 / 500) is None  # p = 0.03 if all 6 are lost: power 0.55
+    for right in (0.03, 0.1, 0.5, 1.0):
+        drop = detectable_drop(noise=0.02, total=500, right=right)
+        assert drop <= right and drop == pytest.approx(detectable_drop(noise=0.02, total=500), rel=0.3)
+
+
+@pytest.mark.parametrize("right", [0.5, 1.0])
+def test_a_drop_is_detectable_where_all_questions_differ(right):
+    """The drop takes the place of discordance that there is no more room for."""
+    drop = detectable_drop(noise=1.0, total=500, right=right)
+    loss, gain = (0.5, 0.5 - drop) if right == 0.5 else ((1 + drop) / 2, (1 - drop) / 2)
+    losses, gains, _ = np.random.default_rng(3).multinomial(500, [loss, gain, max(0.0, 1 - loss - gain)], size=2000).T
+    found = np.mean([mcnemar_p(*map(int, pair)) < 0.05 for pair in zip(losses, gains, strict=True)])
+    assert drop < 0.13 and abs(found - 0.8) < 4 * math.sqrt(0.16 / 2000)
+
+
+def test_an_exact_drop_shown_is_one_by_the_interval_too():
+    """Only the other way do they fall on opposite sides of 5%; at 0, Tango's statistic does not depend on the total."""
+    z2 = norm.ppf(0.975) ** 2
+    pairs = [(losses, gains) for losses in range(1, 300) for gains in range(losses)]
+    assert all((a - b) ** 2 > z2 * (a + b) for a, b in pairs if mcnemar_p(a, b) < 0.05)
+
+
+def test_sign_flips_agree_with_an_enumeration():
+    rng = np.random.default_rng(4)
+    for problems in (1, 2, 5, 6, 9, 9):
+        changes = rng.integers(-16, 17, problems).tolist()
+        signs = np.array(list(itertools.product((1, -1), repeat=problems)))
+        share = np.mean(abs(signs @ changes) >= abs(sum(changes)))
+        assert abs(sign_flip_p(changes) - share) < EXACT
+    theirs = permutation_test((changes,), np.sum, permutation_type="samples", n_resamples=np.inf)
+    assert abs(sign_flip_p(changes) - theirs.pvalue) < EXACT
+
+
+def test_sign_flips_of_single_answers_are_mcnemars_test():
+    for losses, gains, total in tables(50, largest=400):
+        changes = [-1] * losses + [1] * gains + [0] * (total - losses - gains)
+        assert abs(sign_flip_p(changes) - mcnemar_p(losses, gains)) < EXACT
+
+
+def test_sign_flips_of_known_changes():
+    assert sign_flip_p([]) == sign_flip_p([0] * 30) == sign_flip_p([5, -5]) == 1
+    assert sign_flip_p([-16] * 30) == sign_flip_p([-1] * 30) == sign_flip_p([1] * 30) == 2.0**-29
+    assert sign_flip_p([-16] * FEWEST_DIFFERING) < 0.05 < sign_flip_p([-16] * (FEWEST_DIFFERING - 1))
+
+
+@pytest.mark.parametrize("varying", [2, 5, 10, 30])
+def test_identical_arms_seldom_seem_to_differ(varying):
+    """16 repeats of 30 problems; those that do not vary are right or wrong in all."""
+    rng, runs = np.random.default_rng(varying), 3000
+    share = rng.random((runs, varying))
+    changes = np.zeros((runs, 30), dtype=int)
+    changes[:, :varying] = rng.binomial(16, share) - rng.binomial(16, share)
+    found = np.mean([sign_flip_p(each) < 0.05 for each in changes.tolist()])
+    assert found < 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
+    assert found > 0.03 or varying <= 10  # 2 and 5 problems never show anything
+
+
 def test_bootstrap_resamples_problems():
     rng = np.random.default_rng(1)
     values = rng.random(30)
@@ -158,6 +221,15 @@ def test_problems_that_do_not_vary_give_no_interval():
 def test_the_normal_detectable_drop_has_its_power():
     drop = normal_detectable_drop(0.02)
     assert norm.sf(norm.ppf(0.975), loc=drop / 0.02) == pytest.approx(0.8, abs=EXACT)
+    for freedom in (5, 9, 29):
+        assert normal_detectable_drop(0.02, freedom=freedom) == pytest.approx(
+            0.02 * (t.ppf(0.975, freedom) + t.ppf(0.8, freedom)), rel=0.01
+        )
+
+
+def test_the_normal_detectable_drop_is_at_most_what_there_is_to_lose():
+    assert normal_detectable_drop(0.5) is None and normal_detectable_drop(0.02, right=0.05) is None
+    assert normal_detectable_drop(0.02, right=0.06) == normal_detectable_drop(0.02)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_a_worker_that_ranks_cannot_find_is_named(temporary):
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda how: how.name
 )
-def test_ranks_do_not_outlive_their_parent(temporary, tmp_path, how):
+def test_ranks_do_not_outlive_their_parent(temporary, tmp_path, default_signals, how):
     """SIGKILL goes to the parent alone; the others to the whole group of processes, as a terminal's Ctrl-C does."""
     command = [sys.executable, __file__, str(tmp_path), "hang"]
     parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)

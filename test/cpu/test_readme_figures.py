@@ -108,3 +108,7 @@ def test_eval_table():
         f"Of {len(control['p'])} pairs of sampled arms that differ in their seed alone, {control['significant']} have"
     )
     assert sentence in " ".join(README.split())
+    on_cpu = json.loads((ROOT / "benchmark/results/eval_tiny-cpu.json").read_text(encoding="utf-8"))["rows"]
+    right = {row["arm"]: row["score"]["extractors"]["marked"]["right"] for row in on_cpu}
+    assert right["exact heads"] == right["attention TP 4"] == 500
+    assert "Attention TP 4, on a CPU: 500 of 500 as with exact heads" in " ".join(README.split())

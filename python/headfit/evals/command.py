@@ -170,7 +170,8 @@ def _server_work(args, prompts, golds, settings, progress) -> tuple[dict[str, An
         listed = []
     names = [row["id"] for row in listed]
     if args.model is None and len(names) != 1:
-        raise ValueError(f"--model: not given, allowed: one of {', '.join(names)}")
+        allowed = f"one of {', '.join(names)}" if names else "a name; the server lists no model"
+        raise ValueError(f"--model: not given, allowed: {allowed}")
     model = args.model or names[0]
     common = {name: settings[name] for name in ("temperature", "top_p", "max_tokens")} | {"model": model}
     if settings["stop"]:
@@ -184,7 +185,7 @@ def _server_work(args, prompts, golds, settings, progress) -> tuple[dict[str, An
 
     load = Load(concurrency=args.concurrency, attempts=args.attempts, pause=args.pause)
     server = next((row.get("owned_by") for row in listed if row["id"] == model), None)
-    arm = {"model": model, "server": server, "base_url": args.base_url}
+    arm = {"model": model, "server": server if isinstance(server, str) else None, "base_url": args.base_url}
     return arm, lambda store: ask_all(endpoint, store, prompts, golds, options, load=load, progress=progress)
 
 
@@ -201,7 +202,9 @@ def _local_arm(args: argparse.Namespace, prompts: list[str], *, raw: bool, progr
     from headfit import generate
     from headfit.evals.local import LocalArm
     from headfit.evals.server import RunFailed
+    from headfit.runner import SamplingParams
 
+    SamplingParams(temperature=args.temperature, top_p=args.top_p)  # a rank would refuse them after the run began
     asked = argparse.Namespace(
         **vars(args)
         | {
@@ -254,13 +257,18 @@ def compare(args: argparse.Namespace) -> None:
     """`headfit eval compare`. Raises ValueError, OSError."""
     from headfit.evals import report
     from headfit.evals.compare import compare_runs
-    from headfit.evals.store import read_run
+    from headfit.evals.store import read_run, sources_apart
 
     stems = Path(args.a).stem, Path(args.b).stem
     names = stems if stems[0] != stems[1] else (args.a, args.b)
-    comparison = compare_runs(read_run(args.a), read_run(args.b), names)
+    a, b = read_run(args.a), read_run(args.b)
+    for name in sources_apart(a.settings, b.settings):  # shown for both, as what the arms do not share
+        for run in (a, b):
+            run.arm[name] = run.settings.pop(name, None)
+    comparison = compare_runs(a, b, names)
+    # Printed first: neither a folder that cannot be written nor a missing matplotlib hides the result.
+    print(json.dumps(comparison.summary()) if args.json else report.comparison_text(comparison))
     if args.report:
-        Path(args.report).write_text(report.markdown(comparison), encoding="utf-8")
+        Path(args.report).write_text(report.markdown(comparison), encoding="utf-8", errors="backslashreplace")
     if args.plot:
         report.plot(comparison, args.plot)
-    print(json.dumps(comparison.summary()) if args.json else report.comparison_text(comparison))

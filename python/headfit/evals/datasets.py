@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from headfit.evals.extract import gold_number
+from headfit.evals.store import check_readable
 
 # name -> (hub's data set, configuration, scored split, split that shots come from)
 _HUB = {
@@ -17,6 +20,7 @@ _HUB = {
     "aime25": ("math-ai/aime25", None, "test", None),
 }
 _TEXT_FIELDS = ("question", "problem")
+_TAIL = re.compile(r"(?<=\d)\s*(?:%\.?|\.)\s*\Z")  # `5.` and `5%` state 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,11 @@ def read_jsonl(file: str | Path) -> QuestionSet:
     """Read one object a line with `question` (or `problem`) and `answer`.
 
     Raises:
-        ValueError: the line that is not such an object, or states no number; a file without lines.
+        ValueError: the line that is not such an object, or states no number; a file without lines, or a device.
         OSError: the file cannot be read.
     """
     path = Path(file)
+    check_readable(path)
     content = path.read_bytes()
     questions = []
     for number, line in enumerate(content.split(b"\n"), 1):
@@ -72,8 +77,8 @@ def read_jsonl(file: str | Path) -> QuestionSet:
 
 def _question(line: bytes, where: str) -> Question:
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = json.loads(line, parse_float=Decimal)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
     return _from_row(row, where)
 
@@ -83,10 +88,17 @@ def _from_row(row: Any, where: str) -> Question:
         raise ValueError(f"{where}: not an object, allowed: an object with question (or problem) and answer")
     text = next((row[name] for name in _TEXT_FIELDS if isinstance(row.get(name), str)), None)
     answer = row.get("answer")
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        answer = str(answer)
+    if isinstance(answer, (int, float, Decimal)) and not isinstance(answer, bool):
+        number = Decimal(str(answer))
+        answer = f"{number:f}" if abs(number.adjusted()) < 100 else str(number)  # 1e999999999 has as many digits
     if not (text and isinstance(answer, str)):
-        raise ValueError(f"{where}: has {sorted(map(str, row))}, allowed: texts question (or problem) and answer")
+        raise ValueError(
+            f"{where}: has {sorted(map(str, row))}, allowed: texts question (or problem) and answer, which may be a "
+            "number"
+        )
+    if lone := re.search("[\ud800-\udfff]", text + answer):
+        raise ValueError(f"{where}: holds {lone.group()!a}, half of a surrogate pair, allowed: Unicode text")
+    answer = _TAIL.sub("", answer)
     try:
         gold_number(answer)
     except ValueError as error:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headfit.evals.compare import Comparison, Difference, points
+from headfit.evals.compare import Comparison, Difference, p_text, points
 from headfit.evals.extract import EXTRACTORS
 from headfit.evals.score import Score
 
 _COLUMNS = ("arm", "right", "accuracy", "95% interval", "by last number", "no answer", "length stops", "request errors")
-_DIFFERENCES = ("extractor", "B - A", "95% interval", "losses", "gains", "McNemar p", "detectable drop")
 
 
 def settings_text(settings: dict[str, Any], arm: dict[str, Any]) -> str:
@@ -28,7 +27,7 @@ def score_text(name: str, score: Score) -> str:
 
 def comparison_text(comparison: Comparison) -> str:
     """Both arms, the differences, warnings and the verdict."""
-    parts = [_aligned([_COLUMNS, *_score_rows(comparison)]), _aligned([_DIFFERENCES, *_difference_rows(comparison)])]
+    parts = [_aligned([_COLUMNS, *_score_rows(comparison)]), _aligned(_difference_rows(comparison))]
     parts += [f"warning: {warning}" for warning in comparison.warnings]
     return "\n\n".join([*parts, f"Verdict: {comparison.words}"])
 
@@ -41,20 +40,22 @@ def markdown(comparison: Comparison) -> str:
     if comparison.settings["repeats"] == 1:
         method = (
             "Accuracy: Wilson's interval. Difference: Tango's score interval over the same questions. p: exact "
-            "McNemar, two-sided. Detectable drop: 80% power of that test at 5%, the drop coming on top of the "
-            "discordance seen."
+            "McNemar, two-sided; it decides, and the interval may fall on the other side of 5%. Detectable drop: 80% "
+            "power of that test at 5%, the drop coming on top of the discordance seen, out of what A has right."
         )
     else:
         method = (
-            "Intervals: bootstrap over problems (percentile, 10,000 resamples), because repeats of a problem are not "
-            "independent. Detectable drop: 80% power at 5%, from the bootstrap's standard error."
+            "Repeats of a problem are not independent, so that all is over problems. p: exact sign-flip permutation "
+            "test of the problems' differences, two-sided; it decides. Intervals: bootstrap (percentile, 10,000 "
+            "resamples), too narrow where few problems differ; they decide nothing. Detectable drop: about 80% "
+            "power at 5%, for normal differences of the spread seen, out of what A has right."
         )
     parts = [
         f"# {comparison.settings['task']}: {comparison.names[0]} (A) and {comparison.names[1]} (B)",
         f"**{comparison.words}**",
         *(f"Warning: {warning}." for warning in comparison.warnings),
         _table([_COLUMNS, *_score_rows(comparison)]),
-        _table([_DIFFERENCES, *_difference_rows(comparison)]),
+        _table(_difference_rows(comparison)),
         f"{method} The verdict follows the extractor `{EXTRACTORS[0]}`. Failed requests were sent again and are not "
         "scored.",
         "## Arms",
@@ -120,7 +121,9 @@ def _score_row(name: str, score: Score) -> tuple[str, ...]:
 
 
 def _difference_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    return [_difference_row(name, found) for name, found in comparison.differences.items()]
+    test = "McNemar p" if comparison.settings["repeats"] == 1 else "sign-flip p"
+    head = ("extractor", "B - A", "95% interval", "losses", "gains", test, "detectable drop")
+    return [head, *(_difference_row(name, found) for name, found in comparison.differences.items())]
 
 
 def _difference_row(name: str, found: Difference) -> tuple[str, ...]:
@@ -131,8 +134,8 @@ def _difference_row(name: str, found: Difference) -> tuple[str, ...]:
         _interval(interval, "{:+.2f}"),
         "-" if found.losses is None else str(found.losses),
         "-" if found.gains is None else str(found.gains),
-        "-" if found.p is None else f"{found.p:.2g}",
-        "none" if found.detectable_drop is None else points(found.detectable_drop, sign=False),
+        p_text(found.deciding_p),
+        "-" if found.detectable_drop is None else points(found.detectable_drop, sign=False),
     )
 
 

@@ -18,6 +18,7 @@ LEVEL = 0.95
 POWER = 0.8
 ALPHA = 0.05
 RESAMPLES = 10_000
+FEWEST_DIFFERING = 6  # fewer differences, all of one sign, have p >= 2 / 2**5 > ALPHA
 
 
 def wilson_interval(successes: int, trials: int, *, level: float = LEVEL) -> tuple[float, float]:
@@ -46,6 +47,22 @@ def mcnemar_p(losses: int, gains: int) -> float:
     discordant = losses + gains
     tail = _upper_tail(discordant, 0.5, max(losses, gains))
     return min(1.0, 2 * tail)
+
+
+def sign_flip_p(differences: Sequence[int]) -> float:
+    """Exact two-sided permutation p of a sum of whole differences, one a problem, whose signs are chance in like arms.
+
+    The share of all choices of signs (Fisher 1935, The Design of Experiments, section 21) whose sum lies at least as
+    far from 0; 1 where all differences are 0. As they are whole, the sums' distribution is built problem by
+    problem (Pagano and Tritchler 1983, JASA 78:435-440) instead of sampled. With ones alone this is `mcnemar_p`.
+    """
+    sizes = [abs(each) for each in differences if each]
+    total, positive = sum(sizes), sum(each for each in differences if each > 0)
+    shares = np.zeros(total + 1)  # of the choices of signs whose positive differences sum to 0..total
+    shares[0] = 1.0
+    for size in sizes:
+        shares = (shares + np.roll(shares, size)) / 2
+    return min(1.0, 2 * float(shares[max(positive, total - positive) :].sum()))
 
 
 def paired_difference_interval(losses: int, gains: int, total: int, *, level: float = LEVEL) -> tuple[float, float]:
@@ -99,14 +116,21 @@ def mcnemar_power(*, drop: float, noise: float, total: int, alpha: float = ALPHA
     return float(sum(weights[n] * _upper_tail(n, loss, _critical(n, alpha)) for n in counts))
 
 
-def detectable_drop(*, noise: float, total: int, power: float = POWER, alpha: float = ALPHA) -> float | None:
-    """The smallest drop that the exact test shows with `power`, None where no drop possible is large enough."""
-    most = 1.0 - noise
-    if mcnemar_power(drop=most, noise=noise, total=total, alpha=alpha) < power:
-        return None
-    return _bisect(
-        lambda drop: mcnemar_power(drop=drop, noise=noise, total=total, alpha=alpha) >= power, 0.0, most, steps=40
-    )
+def detectable_drop(
+    *, noise: float, total: int, right: float = 1.0, power: float = POWER, alpha: float = ALPHA
+) -> float | None:
+    """The smallest drop that the exact test shows with `power`, None where no drop possible is large enough.
+
+    Args:
+        right: share that the first arm has right. A drop is at most this, and leaves the second arm right on `right` -
+            drop, which bounds the gains by chance: next to a large drop there is less than `noise`.
+    """
+
+    def shows(drop: float) -> bool:
+        room = min(noise, 2 * (right - drop), 1 - drop)
+        return mcnemar_power(drop=drop, noise=room, total=total, alpha=alpha) >= power
+
+    return _bisect(shows, 0.0, right, steps=40) if shows(right) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +162,29 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0, level: float = LEV
     return Bootstrap(float(data.mean()), (float(low), float(high)), float(means.std(ddof=1)))
 
 
-def normal_detectable_drop(standard_error: float, *, power: float = POWER, alpha: float = ALPHA) -> float:
-    """The smallest drop that a two-sided test at `alpha` shows with `power`, given its standard error."""
-    normal = NormalDist()
-    return (normal.inv_cdf(1 - alpha / 2) + normal.inv_cdf(power)) * standard_error
+def normal_detectable_drop(
+    standard_error: float,
+    *,
+    freedom: float = math.inf,
+    right: float = 1.0,
+    power: float = POWER,
+    alpha: float = ALPHA,
+) -> float | None:
+    """The smallest mean drop of normal differences that a two-sided test at `alpha` shows with `power`.
+
+    None where that is more than `right`, the share that the first arm has to lose.
+
+    Args:
+        freedom: degrees of freedom of the standard error; infinite where it is known.
+    """
+    drop = (_student(1 - alpha / 2, freedom) + _student(power, freedom)) * standard_error
+    return drop if drop <= right else None
+
+
+def _student(share: float, freedom: float) -> float:
+    """Quantile of Student's t, two terms past the normal one (Abramowitz and Stegun 26.7.5)."""
+    z = NormalDist().inv_cdf(share)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _z(level: float) -> float:
