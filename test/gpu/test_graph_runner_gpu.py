@@ -27,10 +27,7 @@ from headfit.testing.measure import relative_norm
 BF16 = torch.bfloat16
 MAX_SEQS, MAX_CONTEXT, MAX_CHUNK = 6, 600, 512
 CONFIG = DeepSeekV4Config.from_file(TINY)
-LIMIT = 2e-2  # relative norm; bfloat16 activations alone give about 1e-2 on the CPU
-# A few tokens hang on a close decision inside the model (which expert, which entry): there bfloat16 activations move
-# the logits by much of their norm, on the CPU too, on 0.8% of the rows.
-FAR, MOST_FAR = 0.1, 0.02
+LIMIT = 2e-2  # bfloat16 activations through the model's layers give 1.7e-2 against float32 ones
 
 # The models and the CPU's logits are made once, where one worker has all of these tests.
 pytestmark = pytest.mark.xdist_group("graph_runner")
@@ -115,9 +112,19 @@ def logits_of(model, cache, traffic):
 
 @pytest.fixture(scope="module")
 def cpu_logits():
-    """The reference's logits on the CPU in float32 over packed caches."""
-    model = load_model(TINY, backend=ReferenceBackend(), dtype=torch.float32)
-    return logits_of(model, make_cache("cpu", torch.float32), Traffic())
+    """The reference's logits on the CPU in float32 over packed caches, and the rows that say something about a kernel.
+
+    A few tokens hang on a close decision inside the model (which expert, which entry): there bfloat16 activations alone
+    move the logits by much of their norm, on the CPU too.
+    """
+    logits = {}
+    for dtype in (torch.float32, BF16):
+        model = load_model(TINY, backend=ReferenceBackend(), dtype=dtype)
+        logits[dtype] = logits_of(model, make_cache("cpu", dtype), Traffic())
+    expected = logits[torch.float32]
+    steady = (logits[BF16] - expected).norm(dim=-1) <= 0.1 * expected.norm(dim=-1)
+    assert steady.float().mean() > 0.98
+    return expected, steady
 
 
 @each_backend
@@ -133,16 +140,14 @@ def test_200_steps_with_sequences_joining_and_leaving(name, models, cpu_logits):
         logits = replayed(**traffic.at(step)).clone()
         assert torch.equal(logits, plain(**traffic.at(step))), f"step {step}"
         rows.append(logits.float().cpu())
-    logits, expected = torch.cat(rows), cpu_logits
-    near = (logits - expected).norm(dim=-1) <= FAR * expected.norm(dim=-1)
-    error, far = relative_norm(logits[near], expected[near]), int((~near).sum())
+    logits, (expected, steady) = torch.cat(rows), cpu_logits
+    error = relative_norm(logits[steady], expected[steady])
     best = expected.topk(2).values
     clear = best[:, 0] - best[:, 1] > LIMIT * expected.norm(dim=-1)
     differing = logits.argmax(-1) != expected.argmax(-1)
-    tokens = f"{int(differing.sum())} of {len(logits)} tokens differ, {far} logits are far from the CPU's"
-    print(f"{name}: relative norm {error:.2e} of the others; {tokens}")
-    assert error <= LIMIT and far <= MOST_FAR * len(logits)
-    assert clear.float().mean() > 0.5 and not (differing & clear & near).any()
+    print(f"{name}: relative norm {error:.2e}; {int(differing.sum())} of {len(logits)} tokens differ")
+    assert error <= LIMIT and clear.float().mean() > 0.5
+    assert not (differing & clear).any()
 
 
 @each_backend

@@ -1,5 +1,7 @@
 """The Triton backend on a GPU: every backend's checks, CUDA graphs, pools past 2 GiB, what is compiled and when."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,9 +27,15 @@ def test_case(case, backend):
         check_case(backend, case, seed, "cuda")
 
 
+# Of a score that is a float32 sum over 512 channels one after the other: lse of these cases is then up to 1.1e-5 off.
+RUNNING_SUM = replace(FLOAT32, absolute=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES[:14:4], ids=lambda case: case.id)
-def test_other_query_dtypes(case, dtype):
+def test_other_query_dtypes(case, dtype, monkeypatch):
+    if dtype == torch.float32:
+        monkeypatch.setitem(backend_checks.LSE_TOLERANCES, CHECKED.name, RUNNING_SUM)
     check_case(CHECKED, case, 0, "cuda", dtype)
 
 
