@@ -721,7 +721,7 @@ DEV void values(const Params& p, u32 smem, int warp, int lane) {
           }
         }
       }
-    if (!CLUSTER) warp_arrive(smem + BAR_READ, lane);
+    warp_arrive(smem + (CLUSTER ? BAR_MERGE : BAR_READ), lane);
   }
 }
 
@@ -737,9 +737,9 @@ DEV void merge(const Params& p, u32 smem, int thread, float sink0, float sink1) 
     return smem + at_shares + (source * rows + i) * SHARE_BYTES;
   };
   if (first == first_owned(p, rank + 1, size)) return;
-  sync_threads<5, 256>();
   bar_wait(smem + BAR_MERGE, 0);
-  for (int i = warp; i < count; i += WARPS_VALUES) {  // lane c weighs the share of block c in head i
+  // Lane c gets what the share of block c weighs in head i.
+  auto weigh = [&](int i, float sink, bool write_lse) {
     float reference = UNSET, sum = 0.f;
     if (lane < size) {
       const uint2 w = lds64(share_of(lane, i) + 2048);
@@ -753,10 +753,29 @@ DEV void merge(const Params& p, u32 smem, int thread, float sink0, float sink1) 
     float total = weight;
 #pragma unroll
     for (int d = 1; d < 16; d <<= 1) total += __shfl_xor_sync(~0u, total, d);
-    const float sink = LOG2E * (i == warp ? sink0 : sink1);
-    if (lane < size)
-      stsf(smem + at_tile_max + (i * size + lane) * 4, total == 0.f ? 0.f : weight * inverse(total + exp2_(sink - m)));
-    if (lane == 0) p.lse[(i64)token * p.num_heads + head0 + first + i] = log_sum(m, total);
+    if (write_lse && lane == 0) p.lse[(i64)token * p.num_heads + head0 + first + i] = log_sum(m, total);
+    return total == 0.f ? 0.f : weight * inverse(total + exp2_(LOG2E * sink - m));
+  };
+  auto store = [&](int i, float x, float y) {
+    *(u32*)(p.o + token * p.o_token_stride + (head0 + first + i) * p.o_head_stride + thread * 2) = pack_bf16(x, y);
+  };
+  if (count == 1) {  // every warp weighs for itself and waits for no other
+    const float weight = weigh(0, sink0, warp == 0);
+    float x = 0.f, y = 0.f;
+#pragma unroll 8
+    for (int c = 0; c < size; c++) {
+      const uint2 v = lds64(share_of(c, 0) + thread * 8);
+      const float w = __shfl_sync(~0u, weight, c);
+      x = fmaf(w, __uint_as_float(v.x), x);
+      y = fmaf(w, __uint_as_float(v.y), y);
+    }
+    store(0, x, y);
+    return;
+  }
+  const u32 weights = smem + at_tile_max;
+  for (int i = warp; i < count; i += WARPS_VALUES) {
+    const float weight = weigh(i, i == warp ? sink0 : sink1, true);
+    if (lane < size) stsf(weights + (i * size + lane) * 4, weight);
   }
   sync_threads<5, 256>();
 #pragma unroll 2
@@ -765,11 +784,11 @@ DEV void merge(const Params& p, u32 smem, int thread, float sink0, float sink1) 
 #pragma unroll 4
     for (int c = 0; c < size; c++) {
       const uint2 v = lds64(share_of(c, i) + thread * 8);
-      const float w = ldsf(smem + at_tile_max + (i * size + c) * 4);
+      const float w = ldsf(weights + (i * size + c) * 4);
       x = fmaf(w, __uint_as_float(v.x), x);
       y = fmaf(w, __uint_as_float(v.y), y);
     }
-    *(u32*)(p.o + token * p.o_token_stride + (head0 + first + i) * p.o_head_stride + thread * 2) = pack_bf16(x, y);
+    store(i, x, y);
   }
 }
 
@@ -792,7 +811,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_mqa(const __grid_con
     }
     bar_init(smem + BAR_DONE, WARP_ARRIVALS);
     bar_init(smem + BAR_READ, WARPS_VALUES * WARP_ARRIVALS);
-    bar_init(smem + BAR_MERGE, 1);
+    bar_init(smem + BAR_MERGE, 1 + WARPS_VALUES * WARP_ARRIVALS);  // others' shares as bytes, and the own ones
     for (int i = 0; i < Q_BUFFERS; i++) bar_init(smem + BAR_Q + i * 8, WARPS_VALUES * WARP_ARRIVALS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (CLUSTER) {
@@ -835,9 +854,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_mqa(const __grid_con
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(VALUE_REGS));
     float sink0 = 0.f, sink1 = 0.f;  // of the heads that this warp will weigh in merge()
     if (CLUSTER) {
-      const u32 size = cluster_size();
+      const u32 size = cluster_size(), rank = cluster_rank();
       const int item = over_cluster(p, blockIdx.x), head0 = (item - token_of(p, item) * p.head_blocks) * HEADS;
-      const int head = head0 + first_owned(p, cluster_rank(), size) + warp - FIRST_VALUES;
+      const int first = first_owned(p, rank, size), owned = first_owned(p, rank + 1, size) - first;
+      const int head = head0 + first + (owned > 1 ? warp - FIRST_VALUES : 0);
       sink0 = ldgf(p.sink + min(head, p.num_heads - 1));
       sink1 = ldgf(p.sink + min(head + WARPS_VALUES, p.num_heads - 1));
     }
