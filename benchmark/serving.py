@@ -98,6 +98,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--num-heads", type=int, help="the model's query heads; read from a local config.json if left out"
     )
+    parser.add_argument(
+        "--attn-tp-size", type=int, help="ranks that share the heads, where the server's own TP does not say so"
+    )
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of the plugin arm (default: auto)")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of arms (default: 5)")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="start no round that would end later")
@@ -133,7 +136,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "min_requests",
             "prompt_tokens",
             "output_tokens",
-            *(("num_heads",) * bool(args.num_heads)),
+            *(name for name in ("num_heads", "attn_tp_size") if getattr(args, name) is not None),
         ):
             if getattr(args, name) < 1:
                 parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
@@ -278,7 +281,9 @@ def _facts(args: argparse.Namespace, url: str) -> dict[str, Any]:
     info = get(url, "/server_info")
     num_heads = args.num_heads or _configured_heads(info.get("model_path"))
     tp_size = int(info["tp_size"])
-    attn_tp_size = tp_size // int(info.get("dp_size") or 1) if info.get("enable_dp_attention") else tp_size
+    attn_tp_size = args.attn_tp_size or tp_size // (
+        int(info.get("dp_size") or 1) if info.get("enable_dp_attention") else 1
+    )
     if num_heads % attn_tp_size:
         raise ServerError(f"{num_heads} heads do not divide by attention TP {attn_tp_size}")
     return {

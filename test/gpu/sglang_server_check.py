@@ -15,6 +15,8 @@ is a server; all start at once and share the GPUs (`--side-by-side` starts fewer
     | dp     | headfit with DP attention over the ranks (needs `--tp-size` 2 or more)     |
     | bare   | headfit without a kernel cache to write to; later a worker is killed        |
 
+On one GPU, `--lone-rank 3/8` stands for a rank of attention TP 8 whose other ranks are absent (`sglang_lone_rank`).
+
 All sequences continue with given tokens, so that the arms stay comparable (`sglang_server_plugin`); the prefix cache is
 off. Compared are log-probabilities of 64 tokens at each decode step. Then new sinks are loaded into the running stock,
 plugin and eager servers, from tensors and from disk, and the same sequences run again.
@@ -42,6 +44,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmark")]
 
+import sglang_lone_rank as lone_rank  # noqa: E402
 import sglang_server_model as model  # noqa: E402
 import sglang_server_verdict as verdict  # noqa: E402
 import torch  # noqa: E402
@@ -150,7 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "command": sys.argv,
         "tp_size": args.tp_size,
         "num_heads": args.num_heads,
-        "num_local_heads": args.num_heads // args.tp_size,
+        "attn_tp_size": args.attn_tp_size,
+        "num_local_heads": args.num_heads // args.attn_tp_size,
+        "lone_rank": args.lone_rank,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "steps": args.steps,
         "arms": {},
@@ -194,6 +199,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the JSON result; the servers' logs go beside it")
     parser.add_argument("--tp-size", type=int, default=2)
     parser.add_argument("--num-heads", type=int, default=16, help="the model's query heads, over all ranks")
+    parser.add_argument("--lone-rank", metavar="R/N", help="with --tp-size 1: rank R of attention TP N, on its own")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm != "dp"])
     parser.add_argument("--steps", type=int, default=48, help="decode steps of a run")
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of headfit's arms (default: auto)")
@@ -207,9 +213,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("tp_size", "num_heads", "steps", "side_by_side"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
-    if args.num_heads % args.tp_size:
-        parser.error(f"--num-heads: {args.num_heads}, allowed: multiples of --tp-size {args.tp_size}")
-    if args.tp_size == 1 and args.num_heads not in (64, 128) and {"stock", "padded"} & set(args.arms):
+    args.attn_tp_size = args.tp_size
+    if args.lone_rank:
+        if args.tp_size > 1:
+            parser.error(f"--lone-rank: {args.lone_rank}, allowed only with --tp-size 1, not {args.tp_size}")
+        try:
+            _, args.attn_tp_size = lone_rank.parse(args.lone_rank)
+        except ValueError as error:
+            parser.error(f"--lone-rank: {error}")
+    if args.num_heads % args.attn_tp_size:
+        parser.error(f"--num-heads: {args.num_heads}, allowed: multiples of the attention TP, {args.attn_tp_size}")
+    if args.attn_tp_size == 1 and args.num_heads not in (64, 128) and {"stock", "padded"} & set(args.arms):
         parser.error(f"--num-heads: {args.num_heads}, allowed with --tp-size 1: 64, 128 (stock pads only beyond TP 1)")
     if "dp" in args.arms and args.tp_size == 1:
         parser.error("--arms dp needs --tp-size 2 or more")
@@ -217,12 +231,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def write_entry_point(folder: Path) -> None:
-    """A distribution of nothing but the entry point by which SGLang finds `sglang_server_plugin`."""
+    """A distribution of nothing but the entry points by which SGLang finds the plugins of this folder."""
     info = folder / "headfit_server_check-0.0.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headfit-server-check\nVersion: 0.0.0\n")
     (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nheadfit_server_check = sglang_server_plugin:register\n"
+        "[sglang.srt.plugins]\n"
+        "headfit_lone_rank = sglang_lone_rank:register\n"
+        "headfit_server_check = sglang_server_plugin:register\n"
     )
 
 
@@ -252,6 +268,7 @@ def environment(args: argparse.Namespace, arm: str, work: Path, folder: Path) ->
         "HEADFIT_BACKEND": "off" if one.stock else args.backend,
         # Other servers take and give memory meanwhile.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        **({lone_rank.VARIABLE: args.lone_rank} if args.lone_rank else {}),
         **Wishes(folder=str(folder), **one.wishes).as_environment(),
         **{name: value.format(folder=folder) for name, value in one.environment.items()},
     }

@@ -95,11 +95,12 @@ def write_model(folder: Path, num_heads: int) -> None:
 def sink_values(layer_id: int, num_heads: int, seed: int) -> torch.Tensor:
     """float32 [num_heads] on the CPU.
 
+    The same in a server that loads its model with another default dtype, whose draws differ in more than rounding.
     Drawn around 4: a window of 128 random keys sums to about e^5.4, so that a sink takes a fifth of the softmax and a
     wrong one shows far above rounding.
     """
     generator = torch.Generator().manual_seed(1_000 * seed + layer_id)
-    return 4 + 2 * torch.randn(num_heads, generator=generator)
+    return 4 + 2 * torch.randn(num_heads, generator=generator, dtype=torch.float32)
 
 
 def sink_tensors(num_heads: int, seed: int) -> list[tuple[str, torch.Tensor]]:

@@ -46,7 +46,9 @@ def checks(result: Mapping[str, Any]) -> list[Check]:
             found += _counters(arm, one["workers"], result)
     if "workers" in arms.get("eager", {}):
         found += _attention(arms["eager"]["workers"])
-    found += _logprobs({name: figures["mean"] for name, figures in result["differences"].items()}, result["tp_size"])
+    found += _logprobs(
+        {name: figures["mean"] for name, figures in result["differences"].items()}, result["attn_tp_size"]
+    )
     if after := arms.get("bare", {}).get("after_kill"):
         ended = after["ended"] and not after["serves"]
         found.append(_check("bare: the server ends with its worker", after["seconds"], "an end", ended))
@@ -61,6 +63,7 @@ def _counters(arm: str, workers: Iterable[dict[str, Any]], result: Mapping[str, 
     workers = list(workers)
     found = [_check(f"{arm}: workers", len(workers), result["tp_size"], len(workers) == result["tp_size"])]
     least = 0 if arm == "dp" else result["steps"]
+    heads = result["num_heads" if arm == "dp" else "num_local_heads"]  # DP attention over all ranks leaves no TP
     for rank, worker in enumerate(workers):
         calls, kernels, plugin = worker["decode_calls"], worker["stock_calls"], worker["plugin"]
         even = min(calls) == max(calls) and calls[0] > least
@@ -71,6 +74,8 @@ def _counters(arm: str, workers: Iterable[dict[str, Any]], result: Mapping[str, 
             facts = [plugin["served_layers"], plugin["num_layers"], plugin["passed_on"]]
             whole = facts == [len(calls), len(calls), {}]
             found.append(_check(f"{arm}: worker {rank}, layers served and passed on", facts, "all, none", whole))
+            counts = plugin["num_local_heads"]
+            found.append(_check(f"{arm}: worker {rank}, heads of its layers", counts, [heads], counts == [heads]))
         else:
             found.append(_check(f"{arm}: worker {rank}, the server's kernel ran", kernels, calls, kernels == calls))
     if arm not in ("stock", "padded"):
@@ -96,7 +101,7 @@ def _attention(workers: Iterable[dict[str, Any]]) -> list[Check]:
     ]
 
 
-def _logprobs(mean: Mapping[str, float], tp_size: int) -> list[Check]:
+def _logprobs(mean: Mapping[str, float], attn_tp_size: int) -> list[Check]:
     if "padding" not in mean:
         return []
     limit = MAX_LOGPROB_RATIO * mean["padding"]
@@ -104,7 +109,7 @@ def _logprobs(mean: Mapping[str, float], tp_size: int) -> list[Check]:
     other = ["fault", "plugin after tensor", "plugin after disk"]
     # Stock copies a rank's sinks once; with one rank its copy is the parameter itself.
     stock = ["stock after tensor", "stock after disk"]
-    (same if tp_size > 1 else other).extend(stock)
+    (same if attn_tp_size > 1 else other).extend(stock)
     return [
         *(
             _check(f"logprobs: {name}", mean[name], f"<= {limit:.4g}", mean[name] <= limit)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 WISHES = json.loads(os.environ["HEADFIT_SERVER_CHECK"])
 STOCK = os.environ["HEADFIT_BACKEND"] == "off"
 FAULT = os.environ.get("FAKE_FAULT", "")
-NUM_LAYERS, NUM_WORKERS = 6, 2
+NUM_LAYERS = 6
 
 
 def flag(name: str) -> str:
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         assert self.idle, "an update of a server that may still be busy"
         Handler.idle = False
         if self.path == "/update_weights_from_tensor":
-            assert len(body["serialized_named_tensors"]) == NUM_WORKERS
+            assert len(body["serialized_named_tensors"]) == int(flag("--tp-size"))
             tensors = dict(pickle.loads(b64decode(body["serialized_named_tensors"][0])))
         elif self.path == "/update_weights_from_disk":
             tensors = load_file(Path(body["model_path"], "model.safetensors"))
@@ -86,10 +86,21 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+def num_heads() -> int:
+    return json.loads(Path(flag("--model-path"), "config.json").read_text())["num_attention_heads"]
+
+
+def attn_tp_size() -> int:
+    if "HEADFIT_LONE_RANK" in os.environ and FAULT != "whole layers":
+        return int(os.environ["HEADFIT_LONE_RANK"].partition("/")[2])
+    return 1 if "--enable-dp-attention" in sys.argv else int(flag("--tp-size"))
+
+
 def write_workers(runs, pids):
     calls = [100 * runs] * NUM_LAYERS
     left = calls if STOCK else [int(FAULT == "left a call")] + [0] * (NUM_LAYERS - 1)
     plugin = {"active": not STOCK, "served_layers": NUM_LAYERS, "num_layers": NUM_LAYERS, "passed_on": {}}
+    plugin["num_local_heads"] = [num_heads() // attn_tp_size()]
     row = {"step": 0, "layer": 0, "compress_ratio": 0, "ours": 1.8e-3, "stock": 1.7e-3, "fault": 0.1}
     rows = [row] * bool(WISHES["check_every"])
     for pid in pids:
@@ -109,7 +120,7 @@ if __name__ == "__main__":
     assert Path(flag("--model-path"), "config.json").is_file()
     signal.signal(signal.SIGCHLD, end_with_a_worker)
     Handler.workers = tuple(
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) for _ in range(NUM_WORKERS)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) for _ in range(int(flag("--tp-size")))
     )
     print("[2026] INFO headfit 0 in SGLang 0.0.1: decode kernel: fake", flush=True)
     ThreadingHTTPServer(("127.0.0.1", int(flag("--port"))), Handler).serve_forever()

@@ -30,7 +30,9 @@ def install() -> None:
     info = folder / "headfit_server_check-0.0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headfit-server-check\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\ncheck = sglang_server_plugin:register\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\ncheck = sglang_server_plugin:register\nlone = sglang_lone_rank:register\n"
+    )
     sys.path[:0] = [str(folder), str(GPU)]
     os.environ[VARIABLE] = json.dumps({"folder": str(folder)} | json.loads(os.environ[VARIABLE]))
 
@@ -167,6 +169,17 @@ def weights_are_made_where_the_loader_makes_dummy_ones(version):
     assert abs(layer.wq_a.weight.std().item() * 16 - 1) < 0.05
 
 
+def a_lone_ranks_layer_is_that_ranks(version):
+    """Its heads and its run of the sinks, where the constructor takes a rank; with the server's TP at 1."""
+    worker()
+    layer, step, q = built(1, 0)
+    if version != "0.5.16":
+        assert layer.n_local_heads == 128
+        return
+    assert (layer.tp_rank, layer.tp_size, layer.n_local_heads, layer.n_heads) == (3, 8, 16, 128)
+    assert_close(*decode(layer, step, q, layer.attn_sink[48:64]), BF16_OUTPUT)
+
+
 def the_wishes_survive_the_environment(version):
     from sglang_server_plugin import Wishes
 
@@ -177,6 +190,11 @@ def the_wishes_survive_the_environment(version):
 
 def _scenario(backend: str, *functions, **wishes):
     return {"HEADFIT_BACKEND": backend, VARIABLE: json.dumps(wishes)}, functions
+
+
+def _lone_rank(backend: str):
+    environment, functions = _scenario(backend, a_lone_ranks_layer_is_that_ranks)
+    return environment | {"HEADFIT_LONE_RANK": "3/8"}, functions
 
 
 SCENARIOS = {
@@ -190,5 +208,7 @@ SCENARIOS = {
     "server_stock": _scenario("off", calls_are_counted_with_and_without_our_kernel),
     "server_padded": _scenario("off", the_servers_kernel_gets_128_heads, pad_to=128),
     "server_fault": _scenario("reference", a_neighbours_sinks_are_planted, neighbour_sinks=True),
+    "server_lone_rank": _lone_rank("reference"),
+    "server_lone_rank_stock": _lone_rank("off"),
     "server_eager": _scenario("reference", decode_calls_are_held_against_float64, check_every=2),
 }

@@ -1,5 +1,6 @@
 """`test/gpu/sglang_server_check.py` without a GPU: what it asks, starts and concludes, against servers of our own."""
 
+import contextlib
 import json
 import os
 import random
@@ -40,6 +41,16 @@ def run(tmp_path, monkeypatch):
     return start
 
 
+@contextlib.contextmanager
+def set_default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def failing(result):
     return [one["name"] for one in result["checks"] if not one["holds"]]
 
@@ -61,6 +72,16 @@ def test_all_arms_of_a_server_without_fault(run, capsys):
         assert any(wanted in name for name in names), (wanted, names)
     printed = capsys.readouterr().out
     assert "FAILS" not in printed and "1.059" in printed and json.loads(printed.splitlines()[-1])["tp_size"] == 2
+
+
+def test_a_lone_rank_is_one_worker_that_copies_its_sinks(run, tmp_path):
+    rank = ["--tp-size", "1", "--num-heads", "128", "--lone-rank", "3/8"]
+    code, result = run("--arms", "stock", "padded", "plugin", *rank)
+    assert code == 0 and not failing(result), result["checks"]
+    assert (result["tp_size"], result["attn_tp_size"], result["num_local_heads"]) == (1, 8, 16)
+    assert failing(run("--arms", "plugin", *rank, fault="whole layers")[1]) == ["plugin: worker 0, heads of its layers"]
+    args = check.parse(["--out", "x", *rank])
+    assert check.environment(args, "stock", tmp_path, tmp_path)["HEADFIT_LONE_RANK"] == "3/8"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +110,9 @@ def test_a_server_that_ended_shows_its_log(run):
         (["--num-heads", "15"], "--num-heads: 15"),
         (["--tp-size", "1"], "--num-heads: 16, allowed with --tp-size 1: 64, 128"),
         (["--tp-size", "1", "--num-heads", "64", "--arms", "dp"], "--arms dp needs"),
+        (["--lone-rank", "0/2"], "--lone-rank: 0/2, allowed only with --tp-size 1, not 2"),
+        (["--tp-size", "1", "--lone-rank", "2/2"], "--lone-rank: '2/2', allowed: R/N"),
+        (["--tp-size", "1", "--lone-rank", "0/3"], "--num-heads: 16, allowed: multiples of the attention TP, 3"),
         (["--steps", "0"], "--steps: 0"),
         (["--arms", "other"], "invalid choice"),
     ],
@@ -118,6 +142,9 @@ def test_inputs_are_the_same_everywhere(tmp_path):
     assert model.prompts() == model.prompts() and len(set(model.watched_tokens())) == model.NUM_WATCHED
     assert torch.equal(model.forced_tokens(), model.forced_tokens())
     assert not torch.equal(model.sink_values(1, 16, 0), model.sink_values(1, 16, 1))
+    with set_default_dtype(torch.bfloat16):  # as while a server makes its weights
+        in_server = model.sink_values(1, 128, 0)
+    assert in_server.dtype == torch.float32 and torch.equal(in_server, model.sink_values(1, 128, 0))
     model.write_model(tmp_path, 16)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["num_attention_heads"] == 16 and len(config["compress_ratios"]) == config["num_hidden_layers"]

@@ -106,7 +106,7 @@ def test_plot_of_a_written_result(tmp_path, capsys):
 def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
     url = server()
     out = tmp_path / "result.json"
-    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}/"]
+    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}/", "--attn-tp-size", "8"]
     assert serving.main(["--out", str(out), *SMALL, "--rounds", "1", *attach]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["concurrency"], row["arm"]) for row in rows] == [
@@ -115,6 +115,7 @@ def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
         (4, "stock"),
         (4, "plugin"),
     ]
+    assert {row["num_local_heads"] for row in rows} == {8}  # and not what the server's own TP would give
 
 
 def test_side_by_side_each_server_starts_once(tmp_path, port, monkeypatch):
@@ -209,6 +210,7 @@ def test_client_keeps_the_concurrency_and_survives_no_server(server, port):
         (["--out", "x", "--rounds", "0", "--", "python"], "--rounds: 0"),
         (["--out", "x", "--concurrency", "0", "--", "python"], "--concurrency: 0"),
         (["--out", "x", "--num-heads", "-1", "--", "python"], "--num-heads: -1"),
+        (["--out", "x", "--attn-tp-size", "0", "--", "python"], "--attn-tp-size: 0"),
     ],
 )
 def test_what_cannot_run_is_refused(arguments, message, capsys):
