@@ -22,7 +22,6 @@ import inspect
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +45,7 @@ from decode_kernel_inputs import (
     make_problem,
     random_packed_pool,
 )
+from measured_on import git_commit
 from torch import Tensor
 
 from headfit.backends import flashmla
@@ -255,15 +255,6 @@ def version_of(module: str) -> str | None:
     try:
         return import_module(module).__version__
     except (ImportError, OSError):
-        return None
-
-
-def git_commit() -> str | None:
-    """The repository's short commit, None where there is no repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
         return None
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import transformers
-from decode_kernel import git_commit
+from measured_on import git_commit
 
 from headfit import backends, cli
 from headfit.assets.word_problems import WordProblem, held_out_problems, make_shots

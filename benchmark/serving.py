@@ -37,6 +37,7 @@ from typing import Any
 
 import serving_report as report
 import serving_server
+from measured_on import git_commit, gpu_name, package_version
 from serving_client import run_load
 from serving_server import ServerError, flush_cache, get, post
 
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {"benchmark": "serving", "date": date.today().isoformat(), "command": sys.argv, "rows": []}
     result |= {"backend": args.backend, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
     result |= {"decode_step_ms": {}, "profiles": {}, "plugin": {}, "seed": args.seed}
+    if not args.attach:  # the servers run here
+        versions = {name: package_version(name) for name in ("torch", "headfit")}
+        result |= {"gpu": gpu_name(), **versions, "commit": args.commit or git_commit()}
     try:
         if args.side_by_side:
             _side_by_side(args, result)
@@ -116,6 +120,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--profile", type=int, metavar="CONCURRENCY", help="profile one decode there, in the last round"
     )
     parser.add_argument("--profile-dir", type=Path, default=Path("/tmp/headfit-profile"))
+    parser.add_argument("--commit", help="recorded in the result; default: what git says")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("server", nargs="*", help="after `--`: the command that starts a server on {port}")
     args = parser.parse_args(arguments)

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import mean
 
 from headfit.evals.statistics import detectable_drop
 
@@ -68,7 +69,7 @@ def test_decode_sentences():
         row = report.own_row(CELLS[extra, 4, batch, heads], OURS)
         return f"{report.share_of_floor(row, RESULT['null_us']):.0%}"
 
-    assert f"runs at {share(1024, 256, 8)} (8 heads) and {share(1024, 256, 16)} (16) of the time" in text
+    assert f"runs at {share(1024, 256, 8)} (8 heads) and {share(1024, 256, 16)} (16) of the speed" in text
     assert f"with 128 + 512 keys at {share(512, 128, 8)} and {share(512, 128, 16)}" in text
 
 
@@ -112,3 +113,38 @@ def test_eval_table():
     right = {row["arm"]: row["score"]["extractors"]["marked"]["right"] for row in on_cpu}
     assert right["exact heads"] == right["attention TP 4"] == 500
     assert "Attention TP 4, on a CPU: 500 of 500 as with exact heads" in " ".join(README.split())
+
+
+def lone_rank(name: str) -> dict:
+    return json.loads((ROOT / f"benchmark/results/{name}-h200-lone-rank-16.json").read_text(encoding="utf-8"))
+
+
+def test_server_table():
+    result = lone_rank("sglang_server_check")
+    assert all(check["holds"] for check in result["checks"])
+    (worker,) = result["arms"]["eager"]["workers"]
+    rows = re.findall(r"^\| (\d), (\d): [\w ]+ \| (\S+) \| (\S+) \| (\S+) \|$", README, re.MULTILINE)
+    assert sorted(layer for *layers, _, _, _ in rows for layer in layers) == list("012345")
+    for *layers, ours, stock, fault in rows:
+        calls = [row for row in worker["rows"] if str(row["layer"]) in layers]
+        assert len(calls) == 2 * 31
+        for cell, arm in ((ours, "ours"), (stock, "stock"), (fault, "fault")):
+            assert cell == f"{mean(row[arm] for row in calls):.1e}".replace("e-0", "e-")
+
+
+def test_server_sentences():
+    text, result = " ".join(README.split()), lone_rank("sglang_server_check")
+    plugin, padding, fault = (result["differences"][name]["mean"] for name in ("plugin", "padding", "fault"))
+    assert f"differ from stock's by {plugin:.3f} on average" in text
+    assert f"instead of 64 differs by {padding:.3f}, a neighbour's sinks by {fault:.2f}" in text
+    profiles = lone_rank("serving")["profiles"]
+    steps = profiles["plugin"]["steps"]
+    ours, stock = (profiles[arm]["attention_us"] / steps for arm in ("plugin", "stock"))
+    kernels = profiles["stock"]["attention_kernels"].items()
+    parts = [
+        sum(kernel["us"] for name, kernel in kernels if part in name) / steps
+        for part in ("splitkv", "mla_combine", "mla_metadata")
+    ]
+    assert abs(sum(parts) - stock) < 0.01 * stock and profiles["plugin"]["concurrency"] == 64
+    assert f"takes {ours:.0f} microseconds a step, stock's {stock:.0f}" in text
+    assert "{:.0f} for FlashMLA, {:.0f} to combine its splits, {:.0f} for its schedule".format(*parts) in text

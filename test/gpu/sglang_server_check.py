@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ import sglang_lone_rank as lone_rank  # noqa: E402
 import sglang_server_model as model  # noqa: E402
 import sglang_server_verdict as verdict  # noqa: E402
 import torch  # noqa: E402
+from measured_on import git_commit, gpu_name  # noqa: E402
 from serving_report import plugin_lines  # noqa: E402
 from serving_server import ServerError, flush_cache, get, healthy, post, started  # noqa: E402
 from sglang_server_plugin import WRITE_EVERY_S, Wishes  # noqa: E402
@@ -156,7 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "attn_tp_size": args.attn_tp_size,
         "num_local_heads": args.num_heads // args.attn_tp_size,
         "lone_rank": args.lone_rank,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "date": date.today().isoformat(),
+        "gpu": gpu_name(),
+        "torch": torch.__version__,
+        "commit": args.commit or git_commit(),
         "steps": args.steps,
         "arms": {},
         "differences": {},
@@ -204,6 +209,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=48, help="decode steps of a run")
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of headfit's arms (default: auto)")
     parser.add_argument("--side-by-side", type=int, default=len(ARMS), help="servers that share the GPUs")
+    parser.add_argument("--commit", help="recorded in the result; default: what git says")
     parser.add_argument("--restart", action="store_true", help="start the bare server once more after its end")
     parser.add_argument("--port", type=int, default=31_000)
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS")

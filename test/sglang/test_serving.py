@@ -66,6 +66,7 @@ def test_arms_alternate_and_the_faster_one_wins(tmp_path, port, capsys):
     ]
     wanted = {"arm", "sglang", "tp_size", "num_heads", "num_local_heads", "concurrency", "output_tokens_per_s"}
     assert wanted | {"ttft_ms_p50", "tpot_ms_p50", "tpot_ms_mean", "tpot_ms_p99"} <= set(rows[0])
+    assert {"gpu", "headfit", "commit"} <= set(result) and result["torch"].startswith("2.")
     # DP attention: TP 4 in two groups is attention TP 2.
     assert (rows[0]["sglang"], rows[0]["tp_size"], rows[0]["num_local_heads"]) == ("0.0.1", 4, 32)
     for row in rows:
@@ -116,6 +117,7 @@ def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
         (4, "plugin"),
     ]
     assert {row["num_local_heads"] for row in rows} == {8}  # and not what the server's own TP would give
+    assert "gpu" not in json.loads(out.read_text())  # the servers may run anywhere
 
 
 def test_side_by_side_each_server_starts_once(tmp_path, port, monkeypatch):
@@ -259,3 +261,17 @@ def test_kernel_shares_and_steps_by_hand():
     log = "Decode batch, #running-req: {}, #token: 1, cuda graph: {}, gen throughput (token/s): {}, x\n"
     text = log.format(8, "True", 1000.0) + log.format(8, "True", 2000.0) + log.format(8, "False", 10.0) + "other\n"
     assert report.decode_step_ms(text) == {"8": pytest.approx(6.0)}
+
+
+def test_where_a_result_comes_from(tmp_path, monkeypatch):
+    import measured_on
+
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'NVIDIA H200'\necho 'NVIDIA H200'\n")
+    fake.chmod(0o755)
+    assert measured_on.package_version("no-such-package") is None
+    assert measured_on.package_version("torch").startswith("2.")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert measured_on.gpu_name() == "NVIDIA H200" and measured_on.git_commit() is None  # no git on this path
+    fake.write_text("#!/bin/sh\nexit 9\n")
+    assert measured_on.gpu_name() is None

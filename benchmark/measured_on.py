@@ -1,0 +1,31 @@
+"""Where a result comes from, for programs that must not load torch or take memory of a GPU that others measure."""
+
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+
+def git_commit() -> str | None:
+    """The repository's short commit, None where there is no repository."""
+    return _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+
+
+def gpu_name() -> str | None:
+    """The first GPU's name as its driver gives it, None without one."""
+    names = _said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return names.splitlines()[0].strip() if names else None
+
+
+def package_version(name: str) -> str | None:
+    """Of an installed package, None where there is none."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _said(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
