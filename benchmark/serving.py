@@ -11,7 +11,8 @@ the plugin (and what `--env` gives one arm). A round starts, warms, measures and
 other way about. With `--side-by-side` both start once, share the GPUs and are measured in turn at every concurrency:
 only one has work at a time, and the other, whose memory is its own, launches nothing. With `--attach` the same is done
 with servers that already run. Both arms get the same prompts: random token ids, new ones each round and concurrency;
-the prefix cache is flushed before each measurement.
+the prefix cache is flushed before each measurement. The first round is left out (`--warm-up-rounds`): in it the arm
+that goes first compiles kernels that the other then finds on disk.
 
 A failed request is counted, printed and makes the exit code 1; a measurement with one gets no time. A started server's
 log must say that headfit answered decode calls in the plugin's arm and none in stock's, or the run ends; from it come
@@ -79,12 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _rounds(args: argparse.Namespace, result: dict[str, Any], one: Callable[..., None]) -> None:
     """All rounds, or those before the first that would end too late if it took as long as the one before."""
     begin = last = time.monotonic()
-    for number in range(args.rounds):
+    for number in range(-args.warm_up_rounds, args.rounds):
         one(args, number, result)
+        if number < 0:
+            result["rows"].clear()
+            result["decode_step_ms"].clear()
         _write(args.out, result)
         now = time.monotonic()
         if args.stop_after and number + 1 < args.rounds and 2 * now - last - begin > args.stop_after:
-            print(f"stopped after {number + 1} of {args.rounds} rounds, {now - begin:.0f} s", file=sys.stderr)
+            print(f"stopped after {max(number + 1, 0)} of {args.rounds} rounds, {now - begin:.0f} s", file=sys.stderr)
             break
         last = now
 
@@ -107,6 +111,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of the plugin arm (default: auto)")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of arms (default: 5)")
+    parser.add_argument("--warm-up-rounds", type=int, default=1, help="pairs before them, not kept (default: 1)")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="start no round that would end later")
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCIES))
     parser.add_argument("--requests-per-slot", type=int, default=4, help="requests a measurement, times concurrency")
@@ -145,6 +150,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         ):
             if getattr(args, name) < 1:
                 parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
+        if args.warm_up_rounds < 0:
+            parser.error(f"--warm-up-rounds: {args.warm_up_rounds}, allowed: at least 0")
         if min(args.concurrency) < 1:
             parser.error(f"--concurrency: {min(args.concurrency)}, allowed: at least 1")
     return args
@@ -308,7 +315,8 @@ def _configured_heads(model_path: str | None) -> int:
 
 def _say(row: dict[str, Any]) -> None:
     speed = "no time" if row["output_tokens_per_s"] is None else f"{row['output_tokens_per_s']:.1f} tokens/s"
-    print(f"round {row['round']} {row['arm']:<6} concurrency {row['concurrency']:>3}: {speed}", flush=True)
+    which = f"round {row['round']}" if row["round"] >= 0 else "warm-up"
+    print(f"{which} {row['arm']:<6} concurrency {row['concurrency']:>3}: {speed}", flush=True)
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import serving_server  # noqa: E402
 from serving_client import Request, run_load  # noqa: E402
 
 SMALL = ["--num-heads", "64", "--concurrency", "1", "4", "--prompt-tokens", "8", "--output-tokens", "12"]
-SMALL += ["--requests-per-slot", "2", "--start-timeout", "30"]
+SMALL += ["--requests-per-slot", "2", "--start-timeout", "30", "--warm-up-rounds", "0"]
 
 
 @pytest.fixture
@@ -120,6 +120,15 @@ def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
     assert "gpu" not in json.loads(out.read_text())  # the servers may run anywhere
 
 
+def test_the_first_round_is_left_out(tmp_path, server, capsys):
+    url, out = server(), tmp_path / "result.json"
+    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}"]
+    assert serving.main(["--out", str(out), *SMALL, "--rounds", "1", "--warm-up-rounds", "1", *attach]) == 0
+    assert [row["round"] for row in json.loads(out.read_text())["rows"]] == [0] * 4
+    said = capsys.readouterr().out
+    assert said.count("warm-up ") == 4 and said.count("round 0 ") == 4
+
+
 def test_side_by_side_each_server_starts_once(tmp_path, port, monkeypatch):
     monkeypatch.setattr(serving, "PREFILL_S", 0.1)
     options = ["--rounds", "2", "--side-by-side", "--profile", "2", "--profile-dir", str(tmp_path / "profile")]
@@ -212,6 +221,7 @@ def test_client_keeps_the_concurrency_and_survives_no_server(server, port):
         (["--out", "x", "--rounds", "0", "--", "python"], "--rounds: 0"),
         (["--out", "x", "--concurrency", "0", "--", "python"], "--concurrency: 0"),
         (["--out", "x", "--num-heads", "-1", "--", "python"], "--num-heads: -1"),
+        (["--out", "x", "--warm-up-rounds", "-1", "--", "python"], "--warm-up-rounds: -1"),
         (["--out", "x", "--attn-tp-size", "0", "--", "python"], "--attn-tp-size: 0"),
     ],
 )
