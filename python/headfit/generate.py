@@ -69,8 +69,11 @@ def prepare(args: argparse.Namespace, *, progress: bool) -> Run:
     Raises:
         ValueError, OSError: one line for the user.
     """
+    from headfit.runner import SamplingParams
+
     folder, config = find_model(args.model)
     questions = _questions(args)
+    SamplingParams(temperature=args.temperature, top_p=args.top_p)  # a rank would refuse them after the run began
     device, reason, make_shape = resolve(args, config)
     tokenizer = _load_tokenizer(folder)
     raw = args.raw or not (args.prompt or args.prompts_file)

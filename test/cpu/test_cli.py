@@ -129,6 +129,7 @@ def test_a_missing_tokenizer_or_chat_template_is_refused(capfd, copy):
         (["--backend", "fastest"], ["backend", "fastest", "auto", *BACKEND_NAMES]),
         (["--kv-format", "int3"], ["--kv-format", "int3", "auto", "model", "fp8"]),
         (["--temperature", "-1"], ["--temperature", "-1", "0 to"]),
+        (["--temperature", "0.0001"], ["temperature: 0.0001", "0 (greedy), 0.001 or more"]),
         (["--top-p", "nan"], ["--top-p", "nan"]),
         (["--seed", "x"], ["--seed", "x"]),
         (["--attn-tp", 0], ["--attn-tp", "0"]),

@@ -264,6 +264,18 @@ def test_the_command_compares_files(capfd, tmp_path):
     assert "Verdict: B is worse than A" in out and "request errors" in out and "0.5%" in out
 
 
+@pytest.mark.parametrize("option", ["--report", "--plot"])
+def test_a_run_is_not_overwritten(capfd, tmp_path, option):
+    a, b = (write(tmp_path / f"{name}.jsonl", make_run(right_but(0))) for name in "ab")
+    before = (tmp_path / "b.jsonl").read_bytes()
+    (tmp_path / "c.png").symlink_to(b)
+    for file in (b, str(tmp_path / "c.png")):
+        assert cli.main(["eval", "compare", a, b, option, file]) == cli.BAD_INPUT
+        said = capfd.readouterr()
+        assert f"{option}: {file} is one of the runs" in said.err and not said.out
+    assert (tmp_path / "b.jsonl").read_bytes() == before
+
+
 def test_the_plot(tmp_path, capfd):
     pytest.importorskip("matplotlib", reason="a plot needs matplotlib")
     files = [write(tmp_path / f"{name}.jsonl", make_run(right_but(*range(len(name))))) for name in ("a", "bb")]

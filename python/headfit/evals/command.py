@@ -202,9 +202,7 @@ def _local_arm(args: argparse.Namespace, prompts: list[str], *, raw: bool, progr
     from headfit import generate
     from headfit.evals.local import LocalArm
     from headfit.evals.server import RunFailed
-    from headfit.runner import SamplingParams
 
-    SamplingParams(temperature=args.temperature, top_p=args.top_p)  # a rank would refuse them after the run began
     asked = argparse.Namespace(
         **vars(args)
         | {
@@ -259,6 +257,9 @@ def compare(args: argparse.Namespace) -> None:
     from headfit.evals.compare import compare_runs
     from headfit.evals.store import read_run, sources_apart
 
+    for option, file in (("--report", args.report), ("--plot", args.plot)):
+        if file and Path(file).resolve() in (Path(args.a).resolve(), Path(args.b).resolve()):
+            raise ValueError(f"{option}: {file} is one of the runs, allowed: another file")
     stems = Path(args.a).stem, Path(args.b).stem
     names = stems if stems[0] != stems[1] else (args.a, args.b)
     a, b = read_run(args.a), read_run(args.b)
