@@ -1,4 +1,4 @@
-"""Where a result comes from, for programs that must not load torch or take memory of a GPU that others measure."""
+"""Where a result comes from, for programs that must not load torch or take memory of a GPU that servers fill."""
 
 import subprocess
 from importlib import metadata
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def git_commit() -> str | None:
-    """The repository's short commit, None where there is no repository."""
-    return _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+    """The repository's short commit, `-dirty` where files differ from it; None where there is no repository."""
+    return _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*")
 
 
 def gpu_name() -> str | None:
@@ -26,6 +26,6 @@ def package_version(name: str) -> str | None:
 
 def _said(*command: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None

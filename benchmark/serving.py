@@ -10,14 +10,16 @@ The command after `--` starts the server of both arms; only `HEADFIT_BACKEND` di
 the plugin (and what `--env` gives one arm). A round starts, warms, measures and stops both, and the next round the
 other way about. With `--side-by-side` both start once, share the GPUs and are measured in turn at every concurrency:
 only one has work at a time, and the other, whose memory is its own, launches nothing. With `--attach` the same is done
-with servers that already run. Both arms get the same prompts: random token ids, new ones each round and concurrency;
-the prefix cache is flushed before each measurement. The first round is left out (`--warm-up-rounds`): in it the arm
-that goes first compiles kernels that the other then finds on disk.
+with servers that already run. `--lone-rank 3/8` stands for a rank of attention TP 8 on one GPU (`lone_rank`). Both
+arms get the same prompts: random token ids, new ones each round and concurrency; the prefix cache is flushed before
+each measurement. The first round is left out (`--warm-up-rounds`): in it the arm that goes first compiles kernels that
+the other then finds on disk.
 
 A failed request is counted, printed and makes the exit code 1; a measurement with one gets no time. A started server's
-log must say that headfit answered decode calls in the plugin's arm and none in stock's, or the run ends; from it come
-the decode step's milliseconds by running requests, too. With `--profile N`: its profiler's kernels at concurrency N.
-`--stop-after` ends early with the rounds that are done; a profile is still taken side by side.
+log must say that headfit answered decode calls in the plugin's arm and none in stock's, with the heads that the rows
+state, or the run ends; from it come the decode step's milliseconds by running requests, too. With `--profile N`: its
+profiler's kernels at concurrency N. `--stop-after` ends early with the rounds that are done, one at least; a profile is
+still taken side by side.
 Prints a table and last one JSON line: the result without its rows.
 """
 
@@ -27,6 +29,7 @@ import gzip
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -36,6 +39,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import lone_rank
 import serving_report as report
 import serving_server
 from measured_on import git_commit, gpu_name, package_version
@@ -61,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {"benchmark": "serving", "date": date.today().isoformat(), "command": sys.argv, "rows": []}
     result |= {"backend": args.backend, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
     result |= {"decode_step_ms": {}, "profiles": {}, "plugin": {}, "seed": args.seed}
-    if not args.attach:  # the servers run here
+    result |= {"lone_rank": args.lone_rank, "num_warm_up_errors": 0}
+    if not args.attach:  # the servers run here, in this environment or in one that their command names
         versions = {name: package_version(name) for name in ("torch", "headfit")}
         result |= {"gpu": gpu_name(), **versions, "commit": args.commit or git_commit()}
     try:
@@ -74,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print("\n".join(report.table(result["rows"])))
     print(json.dumps({name: value for name, value in result.items() if name != "rows"}))
-    return int(any(row["num_errors"] for row in result["rows"]))
+    return int(any(row["num_errors"] for row in result["rows"]) or result["num_warm_up_errors"] > 0)
 
 
 def _rounds(args: argparse.Namespace, result: dict[str, Any], one: Callable[..., None]) -> None:
@@ -83,12 +88,13 @@ def _rounds(args: argparse.Namespace, result: dict[str, Any], one: Callable[...,
     for number in range(-args.warm_up_rounds, args.rounds):
         one(args, number, result)
         if number < 0:
+            result["num_warm_up_errors"] += sum(row["num_errors"] for row in result["rows"])
             result["rows"].clear()
             result["decode_step_ms"].clear()
         _write(args.out, result)
         now = time.monotonic()
-        if args.stop_after and number + 1 < args.rounds and 2 * now - last - begin > args.stop_after:
-            print(f"stopped after {max(number + 1, 0)} of {args.rounds} rounds, {now - begin:.0f} s", file=sys.stderr)
+        if args.stop_after and 0 <= number < args.rounds - 1 and 2 * now - last - begin > args.stop_after:
+            print(f"stopped after {number + 1} of {args.rounds} rounds, {now - begin:.0f} s", file=sys.stderr)
             break
         last = now
 
@@ -107,7 +113,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--num-heads", type=int, help="the model's query heads; read from a local config.json if left out"
     )
     parser.add_argument(
-        "--attn-tp-size", type=int, help="ranks that share the heads, where the server's own TP does not say so"
+        "--lone-rank", metavar="R/N", help="servers of TP 1 become rank R of attention TP N, on its own"
     )
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of the plugin arm (default: auto)")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of arms (default: 5)")
@@ -138,15 +144,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error("give either a server command after `--` or --attach")
         if args.attach and set(args.attach) != set(ARMS):
             parser.error(f"--attach: {', '.join(sorted(args.attach))}, allowed: one URL each for {' and '.join(ARMS)}")
-        if args.attach and (args.profile or args.env or args.side_by_side):
-            parser.error("--profile, --env and --side-by-side need servers that this program starts")
+        if args.attach and (args.profile or args.env or args.side_by_side or args.lone_rank is not None):
+            parser.error("--profile, --env, --side-by-side and --lone-rank need servers that this program starts")
+        if args.lone_rank is not None:
+            try:
+                lone_rank.parse(args.lone_rank)
+            except ValueError as error:
+                parser.error(f"--lone-rank: {error}")
         for name in (
             "rounds",
             "requests_per_slot",
             "min_requests",
             "prompt_tokens",
             "output_tokens",
-            *(name for name in ("num_heads", "attn_tp_size") if getattr(args, name) is not None),
+            *(("num_heads",) * (args.num_heads is not None)),
         ):
             if getattr(args, name) < 1:
                 parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
@@ -188,6 +199,13 @@ def _attached_round(args: argparse.Namespace, number: int, result: dict[str, Any
 def _side_by_side(args: argparse.Namespace, result: dict[str, Any]) -> None:
     logs = {arm: args.out.with_name(f"{args.out.stem}-{arm}.log") for arm in ARMS}
     ports = {arm: args.port + PORT_STEP * number for number, arm in enumerate(ARMS)}
+    warmed = dict.fromkeys(ARMS, 0)  # bytes of each log before the first round that counts
+
+    def one(args: argparse.Namespace, number: int, result: dict[str, Any]) -> None:
+        if number == 0:
+            warmed.update({arm: log.stat().st_size for arm, log in logs.items()})
+        _attached_round(args, number, result)
+
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ARMS)) as pool:
         contexts = [_server(args, arm, ports[arm], logs[arm]) for arm in ARMS]
         # Entered in threads, for a start takes minutes; those that came up are left even where another did not.
@@ -196,11 +214,11 @@ def _side_by_side(args: argparse.Namespace, result: dict[str, Any]) -> None:
         for start in starts:
             start.result()
         args.attach = {arm: f"http://127.0.0.1:{port}" for arm, port in ports.items()}
-        _rounds(args, result, _attached_round)
+        _rounds(args, result, one)
         if args.profile:
             result["profiles"] = {arm: profile(args, url) for arm, url in args.attach.items()}
     for arm, log in logs.items():
-        _read_log(args, arm, log, result)
+        _read_log(args, arm, log, result, warmed[arm])
     _write(args.out, result)
 
 
@@ -228,20 +246,35 @@ def _server(args: argparse.Namespace, arm: str, port: int, log: Path) -> context
         "SGLANG_TORCH_PROFILER_DIR": str(traces),
     }
     environment |= {name: value for owner, name, value in args.env if owner == arm}
+    environment.pop(lone_rank.VARIABLE, None)
+    if args.lone_rank is not None:
+        plugin = args.profile_dir / "lone-rank"
+        lone_rank.write_entry_points(plugin, {"headfit_lone_rank": "lone_rank:register"})
+        path = [str(plugin), str(Path(__file__).resolve().parent), environment.get("PYTHONPATH", "")]
+        environment |= {lone_rank.VARIABLE: args.lone_rank, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     url = f"http://127.0.0.1:{port}"
     return serving_server.started(command, environment, url=url, log=log, timeout_s=args.start_timeout)
 
 
-def _read_log(args: argparse.Namespace, arm: str, log: Path, result: dict[str, Any]) -> None:
-    """The decode steps of an ended server, and whether the plugin ran where it should."""
-    text = log.read_text(errors="replace")
-    result["decode_step_ms"].setdefault(arm, []).append(report.decode_step_ms(text))
+def _read_log(args: argparse.Namespace, arm: str, log: Path, result: dict[str, Any], warmed: int = 0) -> None:
+    """The decode steps of an ended server after the first `warmed` bytes of its log; that all ran as the rows state."""
+    data = log.read_bytes()
+    steps, text = (part.decode(errors="replace") for part in (data[warmed:], data))
+    result["decode_step_ms"].setdefault(arm, []).append(report.decode_step_ms(steps))
     result["plugin"][arm] = said = report.plugin_lines(text)
     answered = any(line.startswith("headfit answered") for line in said)
     if answered != (arm == report.PLUGIN and args.backend != "flashmla"):
         raise ServerError(
             f"the {arm} server's log {'shows' if answered else 'lacks'} calls answered by headfit: {said}"
         )
+    lone = [line for line in said if line.startswith(lone_rank.SAID)]
+    if bool(lone) != (args.lone_rank is not None):
+        raise ServerError(f"the {arm} server's layers are {'' if lone else 'not '}one rank's: {said}")
+    stated = {(row["num_local_heads"], row["num_heads"]) for row in result["rows"]}
+    for line in said:
+        for heads in re.findall(r"(\d+) of (\d+) heads", line):
+            if stated and tuple(map(int, heads)) not in stated:
+                raise ServerError(f"the {arm} server has other heads than the rows' {stated}: {line}")
 
 
 def measure(args: argparse.Namespace, url: str, number: int, concurrency: int) -> dict[str, Any]:
@@ -279,6 +312,8 @@ def profile(args: argparse.Namespace, url: str) -> dict[str, Any]:
         if time.monotonic() > deadline:
             raise ServerError(f"the profiler left no trace under {args.profile_dir}")
         time.sleep(0.25)
+    if not thread.is_alive():
+        raise ServerError("the profiled load ended before its profile; give more --output-tokens")
     time.sleep(1)  # it may still be written
     with contextlib.suppress(ServerError):  # what the load was for is done
         post(url, "/abort_request", {"abort_all": True})
@@ -293,9 +328,11 @@ def _facts(args: argparse.Namespace, url: str) -> dict[str, Any]:
     info = get(url, "/server_info")
     num_heads = args.num_heads or _configured_heads(info.get("model_path"))
     tp_size = int(info["tp_size"])
-    attn_tp_size = args.attn_tp_size or tp_size // (
-        int(info.get("dp_size") or 1) if info.get("enable_dp_attention") else 1
-    )
+    attn_tp_size = tp_size // int(info.get("dp_size") or 1) if info.get("enable_dp_attention") else tp_size
+    if args.lone_rank is not None:
+        if tp_size != 1:
+            raise ServerError(f"--lone-rank: the server's tp_size is {tp_size}, allowed: 1")
+        _, attn_tp_size = lone_rank.parse(args.lone_rank)
     if num_heads % attn_tp_size:
         raise ServerError(f"{num_heads} heads do not divide by attention TP {attn_tp_size}")
     return {

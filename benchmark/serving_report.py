@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
+import lone_rank
 from serving_client import Request
 
 STOCK, PLUGIN = "stock", "plugin"
@@ -60,7 +61,7 @@ def decode_step_ms(log: str) -> dict[str, float]:
 
 def plugin_lines(log: str) -> list[str]:
     """What the plugin said in a server's log: which kernel runs and why, and that it answered calls; each once."""
-    marks = ("decode kernel: ", "headfit answered ", "stands down", "headfit leaves a decode call")
+    marks = ("decode kernel: ", "headfit answered ", "stands down", "headfit leaves a decode call", lone_rank.SAID)
     found = [line[line.index("headfit") :] for line in log.splitlines() if "headfit" in line]
     return list(dict.fromkeys(line for line in found if any(mark in line for mark in marks)))
 

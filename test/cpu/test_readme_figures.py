@@ -123,6 +123,8 @@ def test_server_table():
     result = lone_rank("sglang_server_check")
     assert all(check["holds"] for check in result["checks"])
     (worker,) = result["arms"]["eager"]["workers"]
+    captured = {arm: result["arms"][arm]["workers"][0]["plugin"]["captured"] for arm in ("eager", "plugin")}
+    assert captured["eager"] == 0 < captured["plugin"]
     rows = re.findall(r"^\| (\d), (\d): [\w ]+ \| (\S+) \| (\S+) \| (\S+) \|$", README, re.MULTILINE)
     assert sorted(layer for *layers, _, _, _ in rows for layer in layers) == list("012345")
     for *layers, ours, stock, fault in rows:

@@ -15,7 +15,7 @@ is a server; all start at once and share the GPUs (`--side-by-side` starts fewer
     | dp     | headfit with DP attention over the ranks (needs `--tp-size` 2 or more)     |
     | bare   | headfit without a kernel cache to write to; later a worker is killed        |
 
-On one GPU, `--lone-rank 3/8` stands for a rank of attention TP 8 whose other ranks are absent (`sglang_lone_rank`).
+On one GPU, `--lone-rank 3/8` stands for a rank of attention TP 8 whose other ranks are absent (`lone_rank`).
 
 All sequences continue with given tokens, so that the arms stay comparable (`sglang_server_plugin`); the prefix cache is
 off. Compared are log-probabilities of 64 tokens at each decode step. Then new sinks are loaded into the running stock,
@@ -43,9 +43,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmark")]
+BENCHMARK = HERE.parents[1] / "benchmark"
+sys.path[:0] = [str(HERE), str(BENCHMARK)]
 
-import sglang_lone_rank as lone_rank  # noqa: E402
+import lone_rank  # noqa: E402
 import sglang_server_model as model  # noqa: E402
 import sglang_server_verdict as verdict  # noqa: E402
 import torch  # noqa: E402
@@ -55,6 +56,7 @@ from serving_server import ServerError, flush_cache, get, healthy, post, started
 from sglang_server_plugin import WRITE_EVERY_S, Wishes  # noqa: E402
 
 PORT_STEP = 20  # apart from one another, for what a server opens next to its own port
+MAX_HEADS = 128  # that the server's kernel has
 END_S = 90.0  # in which a server with a dead worker must have ended
 
 
@@ -149,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     work = Path(tempfile.mkdtemp(prefix="headfit-servers-"))
     model.write_model(work / "model", args.num_heads)
-    write_entry_point(work / "entry-point")
+    lone_rank.write_entry_points(
+        work / "entry-point",
+        {"headfit_lone_rank": "lone_rank:register", "headfit_server_check": "sglang_server_plugin:register"},
+    )
     result: dict[str, Any] = {
         "check": "sglang_server",
         "command": sys.argv,
@@ -220,7 +225,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
     args.attn_tp_size = args.tp_size
-    if args.lone_rank:
+    if args.lone_rank is not None:
         if args.tp_size > 1:
             parser.error(f"--lone-rank: {args.lone_rank}, allowed only with --tp-size 1, not {args.tp_size}")
         try:
@@ -229,23 +234,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--lone-rank: {error}")
     if args.num_heads % args.attn_tp_size:
         parser.error(f"--num-heads: {args.num_heads}, allowed: multiples of the attention TP, {args.attn_tp_size}")
+    if (groups := model.CONFIG["o_groups"]) % args.attn_tp_size:
+        parser.error(f"attention TP: {args.attn_tp_size}, allowed: divisors of the model's {groups} output groups")
+    if args.num_heads // args.attn_tp_size > MAX_HEADS:
+        parser.error(f"--num-heads: {args.num_heads // args.attn_tp_size} a rank, allowed: at most {MAX_HEADS}")
     if args.attn_tp_size == 1 and args.num_heads not in (64, 128) and {"stock", "padded"} & set(args.arms):
         parser.error(f"--num-heads: {args.num_heads}, allowed with --tp-size 1: 64, 128 (stock pads only beyond TP 1)")
     if "dp" in args.arms and args.tp_size == 1:
         parser.error("--arms dp needs --tp-size 2 or more")
     return args
-
-
-def write_entry_point(folder: Path) -> None:
-    """A distribution of nothing but the entry points by which SGLang finds the plugins of this folder."""
-    info = folder / "headfit_server_check-0.0.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headfit-server-check\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\n"
-        "headfit_lone_rank = sglang_lone_rank:register\n"
-        "headfit_server_check = sglang_server_plugin:register\n"
-    )
 
 
 def command(args: argparse.Namespace, arm: str, work: Path, port: int) -> list[str]:
@@ -266,15 +263,15 @@ def command(args: argparse.Namespace, arm: str, work: Path, port: int) -> list[s
 def environment(args: argparse.Namespace, arm: str, work: Path, folder: Path) -> dict[str, str]:
     """The environment of an arm's server; this process's, and what the arm adds."""
     one = ARMS[arm]
-    path = [str(work / "entry-point"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(work / "entry-point"), str(HERE), str(BENCHMARK), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != lone_rank.VARIABLE},
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
         "HEADFIT_BACKEND": "off" if one.stock else args.backend,
         # Other servers take and give memory meanwhile.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-        **({lone_rank.VARIABLE: args.lone_rank} if args.lone_rank else {}),
+        **({lone_rank.VARIABLE: args.lone_rank} if args.lone_rank is not None else {}),
         **Wishes(folder=str(folder), **one.wishes).as_environment(),
         **{name: value.format(folder=folder) for name, value in one.environment.items()},
     }

@@ -108,6 +108,7 @@ class Worker:
         self._counts: torch.Tensor | None = None  # int64 [2, layers + 1]: decode calls, and the server's kernel's
         self._tokens: torch.Tensor | None = None
         self._calls: dict[int, int] = {}
+        self._layers: set[tuple[int, int, int]] = set()  # (attention-TP rank, size, heads) of the layers that ran
         self._samples, self._written = 0, 0.0
         self._state = threading.local()
         self._positions_at = None
@@ -151,6 +152,7 @@ class Worker:
         self._state.rank, self._state.size = (
             getattr(layer, name) for name in (self.code.rank_attribute, self.code.size_attribute)
         )
+        self._layers.add((self._state.rank, self._state.size, layer.n_local_heads))
         try:
             return original(layer, *args, **kwargs)
         finally:
@@ -260,6 +262,7 @@ class Worker:
             "stock_calls": counts[1][:-1],
             "outside_calls": [counts[0][-1], counts[1][-1]],
             "samples": self._samples,
+            "layers": sorted(self._layers),
             "plugin": status(),
             "rows": self.rows,
         }

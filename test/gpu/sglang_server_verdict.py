@@ -63,7 +63,12 @@ def _counters(arm: str, workers: Iterable[dict[str, Any]], result: Mapping[str, 
     workers = list(workers)
     found = [_check(f"{arm}: workers", len(workers), result["tp_size"], len(workers) == result["tp_size"])]
     least = 0 if arm == "dp" else result["steps"]
-    heads = result["num_heads" if arm == "dp" else "num_local_heads"]  # DP attention over all ranks leaves no TP
+    size = 1 if arm == "dp" else result["attn_tp_size"]  # DP attention over all ranks leaves no TP
+    ranks = range(size) if result["lone_rank"] is None else [int(result["lone_rank"].partition("/")[0])]
+    wanted = [[rank, size, result["num_heads"] // size] for rank in ranks] * (len(workers) // len(ranks))
+    layers = sorted(layer for worker in workers for layer in worker["layers"])
+    whose = f"{arm}: [rank, size, heads] of each worker's attention layers"
+    found.append(_check(whose, layers, wanted, layers == wanted))
     for rank, worker in enumerate(workers):
         calls, kernels, plugin = worker["decode_calls"], worker["stock_calls"], worker["plugin"]
         even = min(calls) == max(calls) and calls[0] > least
@@ -74,8 +79,6 @@ def _counters(arm: str, workers: Iterable[dict[str, Any]], result: Mapping[str, 
             facts = [plugin["served_layers"], plugin["num_layers"], plugin["passed_on"]]
             whole = facts == [len(calls), len(calls), {}]
             found.append(_check(f"{arm}: worker {rank}, layers served and passed on", facts, "all, none", whole))
-            counts = plugin["num_local_heads"]
-            found.append(_check(f"{arm}: worker {rank}, heads of its layers", counts, [heads], counts == [heads]))
         else:
             found.append(_check(f"{arm}: worker {rank}, the server's kernel ran", kernels, calls, kernels == calls))
     if arm not in ("stock", "padded"):

@@ -29,7 +29,8 @@ BF16 = torch.bfloat16
 MAX_SEQS, MAX_CONTEXT, MAX_CHUNK = 6, 600, 512
 CONFIG = DeepSeekV4Config.from_file(TINY)
 STEPS = 200
-LIMIT = 2e-2  # bfloat16 activations through the model's layers give 7e-3 against float32 ones with the same experts
+LIMIT = 2e-2  # bfloat16 activations through the model's layers give 5e-3 against float32 ones with the same experts
+ROW_LIMIT = 0.3  # of one row; those that hang on a close pick of the indexer reach 0.07
 CLOSE_SCORES = 0.03  # of experts, whose scores are around 1; bfloat16 activations chose ones up to 0.017 below
 
 # The models are made once, where one worker has all of these tests.
@@ -109,9 +110,11 @@ def after_routers(model, hook):
     routers = [module for module in model.modules() if type(module).__name__ == "DeepseekV4TopKRouter"]
     assert routers
     handles = [router.register_forward_hook(hook) for router in routers]
-    yield
-    for handle in handles:
-        handle.remove()
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def reference_logits(experts):
@@ -121,8 +124,8 @@ def reference_logits(experts):
         experts: what that run's routers chose, call for call; int [tokens, experts].
 
     Returns:
-        logits [rows, vocabulary], and for every decoded token by how much score its experts missed the reference's own
-        choice, [rows]: 0 where the reference chooses the same.
+        logits [rows, vocabulary], and the largest score that each choice of experts, prefill's and padding rows' too,
+        gave up against the reference's own, one number a token and router: 0 where the reference chooses the same.
     """
     model = load_model(TINY, backend=ReferenceBackend(), dtype=torch.float32)
     cache, traffic = make_cache("cpu", torch.float32), Traffic()
@@ -132,21 +135,20 @@ def reference_logits(experts):
         scores = router.score_fn(output[0])
         experts = next(chosen)
         weights = scores.gather(1, experts)
+        assert all(len(set(row)) == router.top_k for row in experts.tolist())
         biased = scores + router.e_score_correction_bias
-        best, taken = biased.topk(router.top_k).values, biased.gather(1, experts)
-        missed.append(best.amin(-1) - taken.amin(-1))
+        left = biased.scatter(1, experts, -math.inf).amax(-1)
+        missed.append((left - biased.gather(1, experts).amin(-1)).clamp(min=0))
         return output[0], weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, experts
 
-    rows, gaps = [], []
+    rows = []
     with after_routers(model, route):
         for step in range(STEPS):
             for slot, ids in traffic.joining(step):
                 prefill(model, cache, slot, ids)
-            missed.clear()
             rows.append(decode(**traffic.at(step)).clone())
-            gaps.append(torch.stack(missed).amax(0)[: len(rows[-1])])
     assert next(chosen, None) is None
-    return torch.cat(rows), torch.cat(gaps)
+    return torch.cat(rows), torch.cat(missed)
 
 
 @each_backend
@@ -177,13 +179,15 @@ def test_200_steps_with_sequences_joining_and_leaving(name, models):
     best = expected.topk(2).values
     clear = best[:, 0] - best[:, 1] > LIMIT * expected.norm(dim=-1)
     differing = logits.argmax(-1) != expected.argmax(-1)
+    worst = ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).max()
     print(
-        f"{name}: relative norm {error:.2e}; {int(differing.sum())} of {len(logits)} tokens differ; other experts for "
-        f"{int((missed > 0).sum())} tokens, at most {missed.max():.2e} of score below the reference's"
+        f"{name}: relative norm {error:.2e}, of one row at most {worst:.2e}; {int(differing.sum())} of {len(logits)} "
+        f"tokens differ; {int((missed > 0).sum())} of {len(missed)} choices of experts differ, by at most "
+        f"{missed.max():.2e} of score"
     )
-    assert error <= LIMIT and clear.float().mean() > 0.5
+    assert error <= LIMIT and worst <= ROW_LIMIT and clear.float().mean() > 0.5
     assert not (differing & clear).any()
-    assert missed.max() <= CLOSE_SCORES and (missed > 0).float().mean() < 0.1
+    assert missed.max() <= CLOSE_SCORES and (missed > 0).float().mean() < 0.05
 
 
 @each_backend

@@ -90,21 +90,23 @@ def num_heads() -> int:
     return json.loads(Path(flag("--model-path"), "config.json").read_text())["num_attention_heads"]
 
 
-def attn_tp_size() -> int:
+def attn_tp(worker: int) -> tuple[int, int]:
     if "HEADFIT_LONE_RANK" in os.environ and FAULT != "whole layers":
-        return int(os.environ["HEADFIT_LONE_RANK"].partition("/")[2])
-    return 1 if "--enable-dp-attention" in sys.argv else int(flag("--tp-size"))
+        rank, _, size = os.environ["HEADFIT_LONE_RANK"].partition("/")
+        return int(rank) if FAULT != "rank 0" else 0, int(size)
+    return (0, 1) if "--enable-dp-attention" in sys.argv else (worker, int(flag("--tp-size")))
 
 
 def write_workers(runs, pids):
     calls = [100 * runs] * NUM_LAYERS
     left = calls if STOCK else [int(FAULT == "left a call")] + [0] * (NUM_LAYERS - 1)
     plugin = {"active": not STOCK, "served_layers": NUM_LAYERS, "num_layers": NUM_LAYERS, "passed_on": {}}
-    plugin["num_local_heads"] = [num_heads() // attn_tp_size()]
     row = {"step": 0, "layer": 0, "compress_ratio": 0, "ours": 1.8e-3, "stock": 1.7e-3, "fault": 0.1}
     rows = [row] * bool(WISHES["check_every"])
-    for pid in pids:
+    for number, pid in enumerate(pids):
+        rank, size = attn_tp(number)
         seen = {"pid": pid, "decode_calls": calls, "stock_calls": left, "plugin": plugin, "rows": rows}
+        seen["layers"] = [[rank, size, num_heads() // size]]
         Path(WISHES["folder"], f"worker-{pid}.json").write_text(json.dumps(seen))
 
 

@@ -25,6 +25,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         info = {"version": "0.0.1", "tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "model_path": "none"}
+        if "FAKE_TP_SIZE" in os.environ:
+            info |= {"tp_size": int(os.environ["FAKE_TP_SIZE"]), "enable_dp_attention": False}
         self._answer(200, json.dumps(info).encode() if self.path == "/server_info" else b"ok")
 
     def do_POST(self):
@@ -91,4 +93,10 @@ if __name__ == "__main__":
             "[2026] INFO: headfit 0 in SGLang 0.0.1: decode kernel: fake\nINFO headfit answered 1 decode calls",
             flush=True,
         )
+    if "HEADFIT_LONE_RANK" in os.environ and "--whole" not in sys.argv:
+        rank, _, size = os.environ["HEADFIT_LONE_RANK"].partition("/")
+        (folder, _) = os.environ["PYTHONPATH"].split(os.pathsep)[:2]
+        assert "lone_rank:register" in next(Path(folder).glob("*.dist-info/entry_points.txt")).read_text()
+        heads = f"{64 // int(size)} of 64 heads" if "--other-heads" not in sys.argv else "4 of 64 heads"
+        print(f"WARNING headfit lone rank: {heads} (attention TP rank {rank} of {size})", flush=True)
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

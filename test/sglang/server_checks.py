@@ -31,9 +31,9 @@ def install() -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: headfit-server-check\nVersion: 0.0.0\n")
     (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\ncheck = sglang_server_plugin:register\nlone = sglang_lone_rank:register\n"
+        "[sglang.srt.plugins]\ncheck = sglang_server_plugin:register\nlone = lone_rank:register\n"
     )
-    sys.path[:0] = [str(folder), str(GPU)]
+    sys.path[:0] = [str(folder), str(GPU), str(GPU.parents[1] / "benchmark")]
     os.environ[VARIABLE] = json.dumps({"folder": str(folder)} | json.loads(os.environ[VARIABLE]))
 
 

@@ -74,12 +74,17 @@ def test_all_arms_of_a_server_without_fault(run, capsys):
     assert "FAILS" not in printed and "1.059" in printed and json.loads(printed.splitlines()[-1])["tp_size"] == 2
 
 
-def test_a_lone_rank_is_one_worker_that_copies_its_sinks(run, tmp_path):
+def test_a_lone_rank_is_one_worker_that_copies_its_sinks(run, tmp_path, monkeypatch):
     rank = ["--tp-size", "1", "--num-heads", "128", "--lone-rank", "3/8"]
     code, result = run("--arms", "stock", "padded", "plugin", *rank)
     assert code == 0 and not failing(result), result["checks"]
     assert (result["tp_size"], result["attn_tp_size"], result["num_local_heads"]) == (1, 8, 16)
-    assert failing(run("--arms", "plugin", *rank, fault="whole layers")[1]) == ["plugin: worker 0, heads of its layers"]
+    for fault in ("whole layers", "rank 0"):  # seen in stock arms, too
+        assert failing(run("--arms", "stock", *rank, fault=fault)[1]) == [
+            "stock: [rank, size, heads] of each worker's attention layers"
+        ]
+    monkeypatch.setenv("HEADFIT_LONE_RANK", "0/2")
+    assert "HEADFIT_LONE_RANK" not in check.environment(check.parse(["--out", "x"]), "stock", tmp_path, tmp_path)
     args = check.parse(["--out", "x", *rank])
     assert check.environment(args, "stock", tmp_path, tmp_path)["HEADFIT_LONE_RANK"] == "3/8"
 
@@ -113,6 +118,9 @@ def test_a_server_that_ended_shows_its_log(run):
         (["--lone-rank", "0/2"], "--lone-rank: 0/2, allowed only with --tp-size 1, not 2"),
         (["--tp-size", "1", "--lone-rank", "2/2"], "--lone-rank: '2/2', allowed: R/N"),
         (["--tp-size", "1", "--lone-rank", "0/3"], "--num-heads: 16, allowed: multiples of the attention TP, 3"),
+        (["--tp-size", "1", "--lone-rank", ""], "--lone-rank: '', allowed: R/N"),
+        (["--tp-size", "1", "--num-heads", "128", "--lone-rank", "3/16"], "attention TP: 16, allowed: divisors of the"),
+        (["--tp-size", "2", "--num-heads", "512"], "--num-heads: 256 a rank, allowed: at most 128"),
         (["--steps", "0"], "--steps: 0"),
         (["--arms", "other"], "invalid choice"),
     ],

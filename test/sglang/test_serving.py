@@ -107,7 +107,7 @@ def test_plot_of_a_written_result(tmp_path, capsys):
 def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
     url = server()
     out = tmp_path / "result.json"
-    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}/", "--attn-tp-size", "8"]
+    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}/"]
     assert serving.main(["--out", str(out), *SMALL, "--rounds", "1", *attach]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["concurrency"], row["arm"]) for row in rows] == [
@@ -116,7 +116,6 @@ def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
         (4, "stock"),
         (4, "plugin"),
     ]
-    assert {row["num_local_heads"] for row in rows} == {8}  # and not what the server's own TP would give
     assert "gpu" not in json.loads(out.read_text())  # the servers may run anywhere
 
 
@@ -127,6 +126,55 @@ def test_the_first_round_is_left_out(tmp_path, server, capsys):
     assert [row["round"] for row in json.loads(out.read_text())["rows"]] == [0] * 4
     said = capsys.readouterr().out
     assert said.count("warm-up ") == 4 and said.count("round 0 ") == 4
+
+
+def test_the_warm_up_round_is_not_all_that_a_short_run_does(tmp_path, server, monkeypatch):
+    measured = []
+
+    def measure(args, url, number, concurrency):
+        measured.append(number)
+        return {"num_errors": int(number < 0), "output_tokens_per_s": None if number < 0 else 1.0, "tpot_ms_p50": 1.0}
+
+    monkeypatch.setattr(serving, "measure", measure)
+    url, out = server(), tmp_path / "result.json"
+    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}"]
+    options = ["--rounds", "5", "--warm-up-rounds", "1", "--stop-after", "1e-6"]
+    monkeypatch.setattr(report, "table", lambda rows: [])
+    monkeypatch.setattr(report, "summarise", lambda rows: {})
+    assert serving.main(["--out", str(out), *SMALL, *options, *attach]) == 1  # the warm-up's requests failed
+    assert measured == [-1] * 4 + [0] * 4
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 4 and result["num_warm_up_errors"] == 4
+
+
+@pytest.mark.parametrize(
+    "fake, message",
+    [((), ""), (("--whole",), "layers are not one rank's"), (("--other-heads",), "has other heads than the rows'")],
+)
+def test_a_lone_rank(tmp_path, port, monkeypatch, capsys, fake, message):
+    monkeypatch.setenv("FAKE_TP_SIZE", "1")
+    options = ["--rounds", "1", "--lone-rank", "3/8", "--profile-dir", str(tmp_path / "profile")]
+    assert run(tmp_path / "result.json", port, *options, fake=fake) == int(bool(message))
+    assert message in capsys.readouterr().err
+    if not message:
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert result["lone_rank"] == "3/8" and {row["num_local_heads"] for row in result["rows"]} == {8}
+        assert all("rank 3 of 8" in " ".join(result["plugin"][arm]) for arm in serving.ARMS)
+
+
+def test_a_lone_rank_needs_tp_1(tmp_path, port, capsys):
+    options = ["--rounds", "1", "--lone-rank", "3/8", "--profile-dir", str(tmp_path / "profile")]
+    assert run(tmp_path / "result.json", port, *options) == 1
+    assert "the server's tp_size is 4, allowed: 1" in capsys.readouterr().err
+
+
+def test_decode_steps_of_the_warm_up_are_left_out(tmp_path):
+    line = "Decode batch, #running-req: 8, #token: 9, cuda graph: True, gen throughput (token/s): {}\n"
+    log = tmp_path / "log"
+    log.write_text(line.format(8.0) + line.format(800.0))
+    args, result = serving.parse(["--out", "x", "--", "python"]), {"decode_step_ms": {}, "plugin": {}, "rows": []}
+    serving._read_log(args, "stock", log, result, warmed=len(line.format(8.0)))
+    assert result["decode_step_ms"]["stock"] == [{"8": 10.0}]
 
 
 def test_side_by_side_each_server_starts_once(tmp_path, port, monkeypatch):
@@ -222,7 +270,11 @@ def test_client_keeps_the_concurrency_and_survives_no_server(server, port):
         (["--out", "x", "--concurrency", "0", "--", "python"], "--concurrency: 0"),
         (["--out", "x", "--num-heads", "-1", "--", "python"], "--num-heads: -1"),
         (["--out", "x", "--warm-up-rounds", "-1", "--", "python"], "--warm-up-rounds: -1"),
-        (["--out", "x", "--attn-tp-size", "0", "--", "python"], "--attn-tp-size: 0"),
+        (["--out", "x", "--lone-rank", "8/8", "--", "python"], "--lone-rank: '8/8', allowed: R/N"),
+        (
+            ["--out", "x", "--lone-rank", "0/8", *(f"--attach={arm}=http://a:1" for arm in serving.ARMS)],
+            "need servers",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(arguments, message, capsys):
