@@ -6,6 +6,7 @@ over ranks, so that the model's output is no model's; the decode calls are those
 layers take their rank as an argument.
 """
 
+import argparse
 import functools
 import importlib
 import inspect
@@ -32,6 +33,15 @@ def parse(text: str) -> tuple[int, int]:
     if numbers is None or not int(numbers[1]) < int(numbers[2]):
         raise ValueError(f"{text!r}, allowed: R/N with R from 0 to N - 1")
     return int(numbers[1]), int(numbers[2])
+
+
+def argument(text: str) -> str:
+    """An argparse type: `text` where `parse` takes it."""
+    try:
+        parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def write_entry_points(folder: Path, plugins: Mapping[str, str]) -> None:

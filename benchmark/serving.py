@@ -113,7 +113,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--num-heads", type=int, help="the model's query heads; read from a local config.json if left out"
     )
     parser.add_argument(
-        "--lone-rank", metavar="R/N", help="servers of TP 1 become rank R of attention TP N, on its own"
+        "--lone-rank",
+        type=lone_rank.argument,
+        metavar="R/N",
+        help="servers of TP 1 become rank R of attention TP N, on its own",
     )
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of the plugin arm (default: auto)")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of arms (default: 5)")
@@ -146,11 +149,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--attach: {', '.join(sorted(args.attach))}, allowed: one URL each for {' and '.join(ARMS)}")
         if args.attach and (args.profile or args.env or args.side_by_side or args.lone_rank is not None):
             parser.error("--profile, --env, --side-by-side and --lone-rank need servers that this program starts")
-        if args.lone_rank is not None:
-            try:
-                lone_rank.parse(args.lone_rank)
-            except ValueError as error:
-                parser.error(f"--lone-rank: {error}")
         for name in (
             "rounds",
             "requests_per_slot",

@@ -209,7 +209,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the JSON result; the servers' logs go beside it")
     parser.add_argument("--tp-size", type=int, default=2)
     parser.add_argument("--num-heads", type=int, default=16, help="the model's query heads, over all ranks")
-    parser.add_argument("--lone-rank", metavar="R/N", help="with --tp-size 1: rank R of attention TP N, on its own")
+    parser.add_argument(
+        "--lone-rank",
+        type=lone_rank.argument,
+        metavar="R/N",
+        help="with --tp-size 1: rank R of attention TP N, on its own",
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm != "dp"])
     parser.add_argument("--steps", type=int, default=48, help="decode steps of a run")
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of headfit's arms (default: auto)")
@@ -228,10 +233,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if args.lone_rank is not None:
         if args.tp_size > 1:
             parser.error(f"--lone-rank: {args.lone_rank}, allowed only with --tp-size 1, not {args.tp_size}")
-        try:
-            _, args.attn_tp_size = lone_rank.parse(args.lone_rank)
-        except ValueError as error:
-            parser.error(f"--lone-rank: {error}")
+        _, args.attn_tp_size = lone_rank.parse(args.lone_rank)
     if args.num_heads % args.attn_tp_size:
         parser.error(f"--num-heads: {args.num_heads}, allowed: multiples of the attention TP, {args.attn_tp_size}")
     if (groups := model.CONFIG["o_groups"]) % args.attn_tp_size:

@@ -1,11 +1,14 @@
 """The model and the inputs of `sglang_server_check.py`: a DeepSeek-V4 of real attention widths with random weights.
 
+    python test/gpu/sglang_server_model.py FOLDER 128       # its config.json with 128 heads, for a server of one's own
+
 Everything here is a function of its arguments alone, so that the client and every worker process agree on it: the
 sinks of a layer, the prompts, and the tokens that a sequence is made to continue with.
 """
 
 import json
 import pickle
+import sys
 from base64 import b64encode
 from pathlib import Path
 
@@ -141,3 +144,9 @@ def forced_tokens() -> torch.Tensor:
 def watched_tokens() -> list[int]:
     generator = torch.Generator().manual_seed(13)
     return torch.randperm(VOCAB_SIZE, generator=generator)[:NUM_WATCHED].sort().values.tolist()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
+        sys.exit(__doc__)
+    write_model(Path(sys.argv[1]), int(sys.argv[2]))

@@ -133,13 +133,13 @@ def reference_logits(experts):
 
     def route(router, _, output):
         scores = router.score_fn(output[0])
-        experts = next(chosen)
-        weights = scores.gather(1, experts)
-        assert all(len(set(row)) == router.top_k for row in experts.tolist())
+        taken = next(chosen)
+        assert all(len(set(row)) == router.top_k for row in taken.tolist())
         biased = scores + router.e_score_correction_bias
-        left = biased.scatter(1, experts, -math.inf).amax(-1)
-        missed.append((left - biased.gather(1, experts).amin(-1)).clamp(min=0))
-        return output[0], weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, experts
+        best_left = biased.scatter(1, taken, -math.inf).amax(-1)
+        missed.append((best_left - biased.gather(1, taken).amin(-1)).clamp(min=0))
+        weights = scores.gather(1, taken)
+        return output[0], weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, taken
 
     rows = []
     with after_routers(model, route):

