@@ -2,8 +2,9 @@
 
     python test/gpu/sglang_server_check.py --out RESULT.json --tp-size 2 --num-heads 16 [-- MORE SERVER FLAGS]
 
-Needs as many Hopper GPUs as `--tp-size`, an SGLang that serves DeepSeek-V4, and headfit with its entry point. Each arm
-is a server; all start at once and share the GPUs (`--side-by-side` starts fewer at a time), and one at a time is asked:
+Needs as many Hopper GPUs as `--tp-size` (or `--one-gpu`), an SGLang that serves DeepSeek-V4, and headfit with its entry
+point. Each arm is a server; all start at once and share the GPUs (`--side-by-side` starts fewer at a time), and one at
+a time is asked:
 
     | arm    | what                                                                      |
     |--------|---------------------------------------------------------------------------|
@@ -15,7 +16,9 @@ is a server; all start at once and share the GPUs (`--side-by-side` starts fewer
     | dp     | headfit with DP attention over the ranks (needs `--tp-size` 2 or more)     |
     | bare   | headfit without a kernel cache to write to; later a worker is killed        |
 
-On one GPU, `--lone-rank 3/8` stands for a rank of attention TP 8 whose other ranks are absent (`lone_rank`).
+On one GPU, `--lone-rank 3/8` stands for a rank of attention TP 8 whose other ranks are absent (`lone_rank`), and with
+`--one-gpu` all ranks of a server share the GPU: NCCL takes each for another host's and sums over sockets. That is slow,
+64 ms for the sums of a decode step of two ranks, and otherwise the server that two GPUs would run.
 
 All sequences continue with given tokens, so that the arms stay comparable (`sglang_server_plugin`); the prefix cache is
 off. Compared are log-probabilities of 64 tokens at each decode step. Then new sinks are loaded into the running stock,
@@ -57,6 +60,7 @@ from sglang_server_plugin import WRITE_EVERY_S, Wishes  # noqa: E402
 
 PORT_STEP = 20  # apart from one another, for what a server opens next to its own port
 MAX_HEADS = 128  # that the server's kernel has
+ONE_GPU_STEP = 2  # between two ranks' places in `one_gpu_environment`
 END_S = 90.0  # in which a server with a dead worker must have ended
 
 
@@ -163,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "attn_tp_size": args.attn_tp_size,
         "num_local_heads": args.num_heads // args.attn_tp_size,
         "lone_rank": args.lone_rank,
+        "one_gpu": args.one_gpu,
         "date": date.today().isoformat(),
         "gpu": gpu_name(),
         "torch": torch.__version__,
@@ -215,6 +220,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="R/N",
         help="with --tp-size 1: rank R of attention TP N, on its own",
     )
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks of a server on the first GPU")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm != "dp"])
     parser.add_argument("--steps", type=int, default=48, help="decode steps of a run")
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of headfit's arms (default: auto)")
@@ -234,6 +240,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if args.tp_size > 1:
             parser.error(f"--lone-rank: {args.lone_rank}, allowed only with --tp-size 1, not {args.tp_size}")
         _, args.attn_tp_size = lone_rank.parse(args.lone_rank)
+    if args.one_gpu and args.tp_size == 1:
+        parser.error("--one-gpu needs --tp-size 2 or more")
     if args.num_heads % args.attn_tp_size:
         parser.error(f"--num-heads: {args.num_heads}, allowed: multiples of the attention TP, {args.attn_tp_size}")
     if (groups := model.CONFIG["o_groups"]) % args.attn_tp_size:
@@ -257,9 +265,24 @@ def command(args: argparse.Namespace, arm: str, work: Path, port: int) -> list[s
         *("--tp-size", str(args.tp_size), "--disable-radix-cache", "--skip-server-warmup", "--random-seed", "1"),
         *("--mem-fraction-static", str(args.memory_fraction), "--max-total-tokens", "65536"),
         *("--max-running-requests", "16", "--chunked-prefill-size", "2048", "--cuda-graph-bs-decode", *sizes),
+        *(("--gpu-id-step", str(ONE_GPU_STEP)) if args.one_gpu else ()),
         *flags,
         *args.flags,
     ]
+
+
+def one_gpu_environment(tp_size: int) -> dict[str, str]:
+    """With `--gpu-id-step`: every rank finds its place in this list of GPUs, and each place but -1 is the first GPU.
+
+    CUDA itself reads the list to the first -1 only. NCCL needs the workers' own `NCCL_HOSTID` besides (`Wishes`).
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    return {
+        "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1",
+        "CUDA_VISIBLE_DEVICES": ",-1,".join([first] * tp_size),
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
 
 
 def environment(args: argparse.Namespace, arm: str, work: Path, folder: Path) -> dict[str, str]:
@@ -274,7 +297,8 @@ def environment(args: argparse.Namespace, arm: str, work: Path, folder: Path) ->
         # Other servers take and give memory meanwhile.
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         **({lone_rank.VARIABLE: args.lone_rank} if args.lone_rank is not None else {}),
-        **Wishes(folder=str(folder), **one.wishes).as_environment(),
+        **(one_gpu_environment(args.tp_size) if args.one_gpu else {}),
+        **Wishes(folder=str(folder), own_host=args.one_gpu, **one.wishes).as_environment(),
         **{name: value.format(folder=folder) for name, value in one.environment.items()},
     }
 

@@ -43,13 +43,15 @@ class Wishes:
 
     folder: where they write. pad_to: the heads that the server's kernel gets, 0: as the server has it.
     neighbour_sinks: every decode call gets the next rank's. check_every: hold every n-th decode step against float64,
-    0: none; for servers without CUDA graphs only.
+    0: none; for servers without CUDA graphs only. own_host: NCCL takes each worker for another host's, so that several
+    may share a GPU.
     """
 
     folder: str
     pad_to: int = 0
     neighbour_sinks: bool = False
     check_every: int = 0
+    own_host: bool = False
 
     def as_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -65,7 +67,10 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    worker = Worker(Wishes.from_environment(), read_server())
+    wishes = Wishes.from_environment()
+    if wishes.own_host:
+        os.environ["NCCL_HOSTID"] = f"worker-{os.getpid()}"
+    worker = Worker(wishes, read_server())
     apply = HookRegistry.apply_hooks
 
     def apply_last() -> None:

@@ -34,6 +34,7 @@ def captured(seam, layer, call):
     """(graph, out) of one call, warmed on a side stream first."""
     seam.backend.prewarm(layer.n_local_heads, "cuda")
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run(seam, layer, call)
     torch.cuda.current_stream().wait_stream(side)

@@ -121,6 +121,7 @@ def test_a_server_that_ended_shows_its_log(run):
         (["--tp-size", "1", "--lone-rank", ""], "--lone-rank: '', allowed: R/N"),
         (["--tp-size", "1", "--num-heads", "128", "--lone-rank", "3/16"], "attention TP: 16, allowed: divisors of the"),
         (["--tp-size", "2", "--num-heads", "512"], "--num-heads: 256 a rank, allowed: at most 128"),
+        (["--tp-size", "1", "--num-heads", "64", "--one-gpu"], "--one-gpu needs --tp-size 2 or more"),
         (["--steps", "0"], "--steps: 0"),
         (["--arms", "other"], "invalid choice"),
     ],
@@ -143,6 +144,22 @@ def test_arms_differ_in_flags_and_environment(tmp_path, monkeypatch):
     assert json.loads(made["padded"]["HEADFIT_SERVER_CHECK"])["pad_to"] == 128
     assert check.command(args, "dp", tmp_path, 1)[-5:] == ["--enable-dp-attention", "--dp-size", "4", "--one", "--two"]
     assert "--disable-cuda-graph" in check.command(args, "eager", tmp_path, 1)
+
+
+def test_ranks_on_one_gpu(tmp_path, monkeypatch):
+    """Rank r looks at place r * step of CUDA_VISIBLE_DEVICES; CUDA stops at the first -1."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    args = check.parse(["--out", "x", "--tp-size", "2", "--one-gpu"])
+    made = check.environment(args, "plugin", tmp_path, tmp_path)
+    places = made["CUDA_VISIBLE_DEVICES"].split(",")
+    assert [places[rank * check.ONE_GPU_STEP] for rank in range(2)] == ["5", "5"] and places[1] == "-1"
+    assert made["SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"] == "1"
+    assert json.loads(made["HEADFIT_SERVER_CHECK"])["own_host"]
+    command = check.command(args, "plugin", tmp_path, 1)
+    assert command[command.index("--gpu-id-step") + 1] == str(check.ONE_GPU_STEP)
+    args = check.parse(["--out", "x"])
+    assert "--gpu-id-step" not in check.command(args, "plugin", tmp_path, 1)
+    assert not json.loads(check.environment(args, "plugin", tmp_path, tmp_path)["HEADFIT_SERVER_CHECK"])["own_host"]
 
 
 def test_inputs_are_the_same_everywhere(tmp_path):
