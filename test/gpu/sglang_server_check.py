@@ -97,13 +97,17 @@ class Server:
     log: Path
     process: subprocess.Popen | None = None
 
-    def logprobs(self, steps: int) -> torch.Tensor:
+    def logprobs(self, steps: int, prompt_sets: int = 1) -> torch.Tensor:
         """float64 [sequences, steps, watched tokens]: of every decode step, the prompt's own not among them.
+
+        The sequences are those of the first `prompt_sets` sets of prompts, which run one set after the other.
 
         Raises:
             ServerError: other tokens came than those that were to be forced.
         """
-        prompts = model.prompts()
+        return torch.cat([self._logprobs(model.prompts(number), steps) for number in range(prompt_sets)])
+
+    def _logprobs(self, prompts: Sequence[list[int]], steps: int) -> torch.Tensor:
         body = {
             "input_ids": prompts,
             "sampling_params": {"temperature": 0, "max_new_tokens": steps + 1, "ignore_eos": True},
@@ -173,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "torch": torch.__version__,
         "commit": args.commit or git_commit(),
         "steps": args.steps,
+        "prompt_sets": args.prompt_sets,
         "arms": {},
         "differences": {},
     }
@@ -222,7 +227,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--one-gpu", action="store_true", help="all ranks of a server on the first GPU")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm != "dp"])
-    parser.add_argument("--steps", type=int, default=48, help="decode steps of a run")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps of a run")
+    parser.add_argument("--prompt-sets", type=int, default=4, help="sets of 8 prompts in the first run of each arm")
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of headfit's arms (default: auto)")
     parser.add_argument("--side-by-side", type=int, default=len(ARMS), help="servers that share the GPUs")
     parser.add_argument("--commit", help="recorded in the result; default: what git says")
@@ -232,7 +238,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-fraction", type=float, default=0.6, help="of what is free when a server starts")
     parser.add_argument("flags", nargs="*", help="after `--`: more flags for every server")
     args = parser.parse_args(arguments)
-    for name in ("tp_size", "num_heads", "steps", "side_by_side"):
+    for name in ("tp_size", "num_heads", "steps", "prompt_sets", "side_by_side"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
     args.attn_tp_size = args.tp_size
@@ -356,8 +362,8 @@ def ask(args: argparse.Namespace, server: Server, found: dict[str, torch.Tensor]
     """The first runs; of stock and plugin twice, for what changes from run to run alone."""
     result["sglang"] = get(server.url, "/server_info").get("version", "unknown")
     begin = time.monotonic()
-    found[server.arm] = server.logprobs(args.steps)
-    print(f"{server.arm}: {args.steps} forced steps, {time.monotonic() - begin:.1f} s", flush=True)
+    found[server.arm] = server.logprobs(args.steps, args.prompt_sets)
+    print(f"{server.arm}: {args.prompt_sets} x {args.steps} forced steps, {time.monotonic() - begin:.1f} s", flush=True)
     if server.arm in UPDATED:
         found[f"{server.arm} again"] = server.logprobs(args.steps)
 

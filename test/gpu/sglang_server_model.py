@@ -130,8 +130,9 @@ def sink_payload(num_heads: int, seed: int) -> str:
     return b64encode(pickle.dumps(sink_tensors(num_heads, seed))).decode()
 
 
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(11)
+def prompts(number: int = 0) -> list[list[int]]:
+    """The `number`-th set of prompts of `PROMPT_TOKENS`."""
+    generator = torch.Generator().manual_seed(11 + 100 * number)
     return [torch.randint(2, VOCAB_SIZE, (count,), generator=generator).tolist() for count in PROMPT_TOKENS]
 
 

@@ -87,9 +87,19 @@ def register() -> None:
 def make_weights(network: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     """In place of SGLang's dummy weights, whose +-1e-3 would leave attention without effect on the output.
 
-    Norms and scales are 1, biases 0, matrices of unit gain; every rank draws a parameter's values from its name.
+    Norms and scales are 1, biases 0, matrices of unit gain; every rank draws a parameter's values from its name. An
+    attention layer's last matrix has other values on each attention-TP rank: with the same ones everywhere, ranks that
+    trade their sinks would trade their outputs, and the sum over them would be what it was.
     """
-    for name, value in network.state_dict().items():
+    attribute = read_server().rank_attribute
+    ranks = {
+        id(value): getattr(layer, attribute)
+        for layer in network.modules()
+        if hasattr(layer, "wo_b") and hasattr(layer, attribute)
+        for value in layer.wo_b.parameters()
+    }
+    for name, parameter in network.state_dict(keep_vars=True).items():
+        value = parameter.detach()
         if not torch.is_floating_point(value) or value.element_size() < 2 or name.endswith("_attn_sink_local"):
             continue
         if name.endswith("attn_sink"):
@@ -98,7 +108,8 @@ def make_weights(network: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         elif value.dim() == 1:
             value.fill_(1.0 if "norm" in name or "scale" in name else 0.0)
         else:
-            generator = torch.Generator(device=value.device).manual_seed(zlib.crc32(name.encode()))
+            seed = zlib.crc32(f"{name} {ranks.get(id(parameter), '')}".encode())
+            generator = torch.Generator(device=value.device).manual_seed(seed)
             gain = 1.0 if "embed" in name else value.shape[-1] ** -0.5
             value.normal_(0.0, gain, generator=generator)
 

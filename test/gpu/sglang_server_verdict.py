@@ -22,14 +22,20 @@ PAIRS = (
 Check = dict[str, Any]
 
 
-def differences(found: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
-    """Mean, 99th percentile and maximum of |difference of log-probability| for each of `PAIRS` that was run."""
+def differences(found: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """|Difference of log-probability| for each of `PAIRS` that was run: mean, 99th percentile, maximum, and the mean of
+    each sequence.
+
+    Over the sequences that both ran: a run of fewer sets of prompts has the first ones.
+    """
     result = {}
     for name, one, other in PAIRS:
         if one in found and other in found:
-            values = (found[one] - found[other]).abs().flatten()
-            figures = (values.mean(), values.quantile(0.99), values.max())
-            result[name] = dict(zip(("mean", "p99", "max"), (float(x) for x in figures), strict=True))
+            both = min(len(found[one]), len(found[other]))
+            values = (found[one][:both] - found[other][:both]).abs()
+            figures = {"mean": values.mean(), "p99": values.quantile(0.99), "max": values.max()}
+            result[name] = {key: float(value) for key, value in figures.items()}
+            result[name]["sequences"] = [float(f"{mean:.3g}") for mean in values.flatten(1).mean(dim=1)]
     return result
 
 

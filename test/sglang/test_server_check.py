@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ sys.path.insert(0, str(HERE.parent / "gpu"))
 
 import sglang_server_check as check  # noqa: E402
 import sglang_server_model as model  # noqa: E402
+import sglang_server_plugin as plugin  # noqa: E402
 import sglang_server_verdict as verdict  # noqa: E402
 
 ALL = list(check.ARMS)
@@ -123,6 +125,7 @@ def test_a_server_that_ended_shows_its_log(run):
         (["--tp-size", "2", "--num-heads", "512"], "--num-heads: 256 a rank, allowed: at most 128"),
         (["--tp-size", "1", "--num-heads", "64", "--one-gpu"], "--one-gpu needs --tp-size 2 or more"),
         (["--steps", "0"], "--steps: 0"),
+        (["--prompt-sets", "0"], "--prompt-sets: 0"),
         (["--arms", "other"], "invalid choice"),
     ],
 )
@@ -146,6 +149,24 @@ def test_arms_differ_in_flags_and_environment(tmp_path, monkeypatch):
     assert "--disable-cuda-graph" in check.command(args, "eager", tmp_path, 1)
 
 
+def test_ranks_that_trade_sinks_change_the_sum(monkeypatch):
+    """The last matrix is each rank's own; everything else is the same on all ranks."""
+    monkeypatch.setattr(plugin, "read_server", lambda: SimpleNamespace(rank_attribute="attn_tp_rank"))
+
+    def network(rank):
+        attention = torch.nn.Module()
+        attention.attn_tp_rank = rank
+        attention.wq_b, attention.wo_b = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        attention.norm = torch.nn.LayerNorm(8, bias=False)
+        plugin.make_weights(whole := torch.nn.Sequential(attention))
+        return whole.state_dict()
+
+    ranks = [network(rank) for rank in (0, 1, 1)]
+    assert all(torch.equal(ranks[1][name], ranks[2][name]) for name in ranks[1])
+    assert [name for name in ranks[0] if not torch.equal(ranks[0][name], ranks[1][name])] == ["0.wo_b.weight"]
+    assert torch.equal(ranks[0]["0.norm.weight"], torch.ones(8)) and ranks[0]["0.wq_b.weight"].std() > 0.2
+
+
 def test_ranks_on_one_gpu(tmp_path, monkeypatch):
     """Rank r looks at place r * step of CUDA_VISIBLE_DEVICES; CUDA stops at the first -1."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
@@ -164,7 +185,9 @@ def test_ranks_on_one_gpu(tmp_path, monkeypatch):
 
 def test_inputs_are_the_same_everywhere(tmp_path):
     assert [len(prompt) for prompt in model.prompts()] == list(model.PROMPT_TOKENS)
-    assert model.prompts() == model.prompts() and len(set(model.watched_tokens())) == model.NUM_WATCHED
+    assert (
+        model.prompts() == model.prompts() != model.prompts(1) and len(set(model.watched_tokens())) == model.NUM_WATCHED
+    )
     assert torch.equal(model.forced_tokens(), model.forced_tokens())
     assert not torch.equal(model.sink_values(1, 16, 0), model.sink_values(1, 16, 1))
     with set_default_dtype(torch.bfloat16):  # as while a server makes its weights
@@ -178,8 +201,11 @@ def test_inputs_are_the_same_everywhere(tmp_path):
 
 
 def test_difference_by_hand():
-    found = {"plugin": torch.tensor([[1.0, 2.0]]), "stock": torch.tensor([[1.5, 2.0]])}
-    assert verdict.differences(found) == {"plugin": {"mean": 0.25, "p99": pytest.approx(0.495), "max": 0.5}}
+    found = {"plugin": torch.tensor([[[1.0, 2.0]]]), "stock": torch.tensor([[[1.5, 2.0]]])}
+    by_hand = {"mean": 0.25, "p99": pytest.approx(0.495), "max": 0.5, "sequences": [0.25]}
+    assert verdict.differences(found) == {"plugin": by_hand}
+    found["stock"] = torch.tensor([[[1.5, 2.0]], [[7.0, 7.0]]])  # one more sequence, which only it ran
+    assert verdict.differences(found) == {"plugin": by_hand}
 
 
 def test_with_one_rank_stock_sees_an_update():
