@@ -168,21 +168,20 @@ DEV void prefetch_indices(const Params& p, int token, int thread) {
 
 // This block's first keys, into L2, for warps 0-3. The lengths are taken to be full, and the indices may still be
 // written by the kernel before this one: a wrong row costs a prefetch of some other key and nothing else.
-constexpr int EARLY_KEYS = (CLUSTER ? 2 : 4) * TILE;
-DEV void prefetch_keys(const Params& p, int item, int thread) {
+constexpr int EARLY_KEYS = (CLUSTER ? 1 : 2) * TILE;
+DEV void prefetch_keys(const Params& p, int item, int warp, int lane) {
   const Lengths full(p, RawLengths{p.region[0].num_keys, p.region[1].num_keys});
   const Share share(p, full, cluster_rank());
-  const int token = token_of(p, item), last = min(share.first + EARLY_KEYS, share.last);
-  for (int position = share.first + thread; position < last; position += WARPS_SCORES * 32) {
-    const bool compressed = position >= full.window;
-    const Region& r = p.region[compressed];
-    // Not from L1: it would be read there again once it has changed.
-    const u32 slot = ldg32_l2(r.indices + token * r.index_stride + (position - (compressed ? full.window : 0)));
-    if (slot >= r.num_slots) continue;
-    const KeyPlace at(r, slot);
-    prefetch_bulk(at.data, DATA_BYTES);
-    prefetch(at.scales);
-  }
+  const int i = warp * 32 + lane, position = share.first + i, token = token_of(p, item);
+  if (i >= EARLY_KEYS || position >= share.last) return;
+  const bool compressed = position >= full.window;
+  const Region& r = p.region[compressed];
+  // Not from L1: it would be read there again once it has changed.
+  const u32 slot = ldg32_l2(r.indices + token * r.index_stride + (position - (compressed ? full.window : 0)));
+  if (slot >= r.num_slots) return;
+  const KeyPlace at(r, slot);
+  prefetch_bulk(at.data, DATA_BYTES);
+  prefetch(at.scales);
 }
 
 // ---- warps 12-15: gather --------------------------------------------------------------------------------------------
@@ -834,7 +833,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) sparse_mqa(const __grid_con
               head0 = (item - token * p.head_blocks) * HEADS;
     const int i = threadIdx.x & 127, head = i >> 3;
     if (warp < FIRST_VALUES) {
-      prefetch_keys(p, item, i);
+      prefetch_keys(p, item, warp, lane);
     } else if (warp < FIRST_VALUES + 4) {
       if (i < 2) prefetch(p.region[i & p.region[1].num_keys > 0].lengths + token);
       prefetch_indices(p, token, i);
