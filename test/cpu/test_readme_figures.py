@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+import pytest
+
 from headfit.evals.statistics import detectable_drop
 
 ROOT = Path(__file__).parents[2]
@@ -115,31 +117,41 @@ def test_eval_table():
     assert "Attention TP 4, on a CPU: 500 of 500 as with exact heads" in " ".join(README.split())
 
 
-def lone_rank(name: str) -> dict:
-    return json.loads((ROOT / f"benchmark/results/{name}-h200-lone-rank-16.json").read_text(encoding="utf-8"))
+def result_of(name: str) -> dict:
+    return json.loads((ROOT / f"benchmark/results/{name}.json").read_text(encoding="utf-8"))
 
 
-def test_server_table():
-    result = lone_rank("sglang_server_check")
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_server_check(heads):
+    result = result_of(f"sglang_server_check-h200-tp2-{heads}")
     assert all(check["holds"] for check in result["checks"])
-    (worker,) = result["arms"]["eager"]["workers"]
-    captured = {arm: result["arms"][arm]["workers"][0]["plugin"]["captured"] for arm in ("eager", "plugin")}
-    assert captured["eager"] == 0 < captured["plugin"]
-    rows = re.findall(r"^\| (\d), (\d): [\w ]+ \| (\S+) \| (\S+) \| (\S+) \|$", README, re.MULTILINE)
-    assert sorted(layer for *layers, _, _, _ in rows for layer in layers) == list("012345")
-    for *layers, ours, stock, fault in rows:
-        calls = [row for row in worker["rows"] if str(row["layer"]) in layers]
-        assert len(calls) == 2 * 31
-        for cell, arm in ((ours, "ours"), (stock, "stock"), (fault, "fault")):
-            assert cell == f"{mean(row[arm] for row in calls):.1e}".replace("e-0", "e-")
+    facts = [result[name] for name in ("num_local_heads", "tp_size", "one_gpu", "sglang")]
+    assert facts == [heads, 2, True, "0.5.16"]
+    captured = {arm: [w["plugin"]["captured"] for w in result["arms"][arm]["workers"]] for arm in ("eager", "plugin")}
+    assert captured["eager"] == [0, 0] and min(captured["plugin"]) > 0
+    calls = [row for worker in result["arms"]["eager"]["workers"] for row in worker["rows"]]
+    errors = [f"{mean(row[arm] for row in calls):.1e}".replace("e-0", "e-") for arm in ("ours", "stock")]
+    largest = max(row["ours"] / row["stock"] for row in calls)
+    means = {name: figures["mean"] for name, figures in result["differences"].items()}
+    differences = f"{means['plugin']:.3f} | {means['padding']:.3f} | {means['fault']:.2f}"
+    assert f"| {heads} | {errors[0]} | {errors[1]} | {largest:.2f} | {differences} |" in README
+    assert f"mean of {len(calls)} calls" in " ".join(README.split())
 
 
-def test_server_sentences():
-    text, result = " ".join(README.split()), lone_rank("sglang_server_check")
-    plugin, padding, fault = (result["differences"][name]["mean"] for name in ("plugin", "padding", "fault"))
-    assert f"differ from stock's by {plugin:.3f} on average" in text
-    assert f"instead of 64 differs by {padding:.3f}, a neighbour's sinks by {fault:.2f}" in text
-    profiles = lone_rank("serving")["profiles"]
+def test_server_check_of_updates_and_dp_attention():
+    """The new sinks show in the plugin's graphs and the old ones come back; stock changes no more than between runs."""
+    results = [result_of(f"sglang_server_check-h200-tp2-{heads}") for heads in (8, 16, 32)]
+    for result in results:
+        means = {name: figures["mean"] for name, figures in result["differences"].items()}
+        assert min(means[f"plugin after {how}"] for how in ("tensor", "disk")) > 0.3
+        assert max(means[name] for name in ("plugin after back", "stock after tensor", "stock after disk")) < 0.04
+    layers = [worker["layers"] for worker in results[-1]["arms"]["dp"]["workers"]]
+    assert layers == [[[0, 1, 64]]] * 2 and "runs all 64 heads" in " ".join(README.split())
+
+
+def test_server_profile():
+    text = " ".join(README.split())
+    profiles = result_of("serving-h200-lone-rank-16")["profiles"]
     steps = profiles["plugin"]["steps"]
     ours, stock = (profiles[arm]["attention_us"] / steps for arm in ("plugin", "stock"))
     kernels = profiles["stock"]["attention_kernels"].items()
