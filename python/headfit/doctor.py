@@ -59,17 +59,17 @@ def _plugin() -> dict[str, Any]:
     from headfit.hosts.sglang.settings import Settings
 
     ours = [e for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.module.split(".")[0] == "headfit"]
-    allowed = os.environ.get("SGLANG_PLUGINS", "")
-    names = {name.strip() for name in allowed.split(",") if name.strip()}
+    allowed = os.environ.get("SGLANG_PLUGINS", "")  # SGLang's list of plugin names; none, of a list without any
+    names = {name.strip() for name in allowed.split(",")}
     try:
         settings: dict[str, str] | str = Settings.from_environment().as_environment()
     except ValueError as error:
-        settings = str(error)
+        settings = f"{error}; a server does not start with that"
     return {
         "group": PLUGIN_GROUP,
         "registered": bool(ours),
         "entry_points": [f"{e.name} = {e.value}" for e in ours],
-        "excluded_by": None if not names or any(e.name in names for e in ours) else f"SGLANG_PLUGINS={allowed}",
+        "excluded_by": None if not allowed or any(e.name in names for e in ours) else f"SGLANG_PLUGINS={allowed}",
         "settings": settings,
     }
 

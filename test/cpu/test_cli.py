@@ -1,5 +1,6 @@
 """The command line: every refusal is one line, every answer is text or one JSON object."""
 
+import importlib.metadata
 import io
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headfit import cli, memory
+from headfit import cli, doctor, memory
 from headfit.backends import BACKEND_NAMES
 
 PROMPTS = ["Tom has 3\f pens.", "Ann buys 4 cups\u2028 and 5 more for her café."]
@@ -280,6 +281,26 @@ def test_doctor_says_what_there_is(capfd, model):
     assert plain["memory"] is None
     assert cli.main(["doctor", "--model", str(model), "--device", "cpu"]) == cli.OK
     assert "each rank needs" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "listed, loaded",
+    [("", True), ("headfit", True), ("other, headfit ", True), ("other", False), (",", False), (" ", False)],
+)
+def test_doctor_reads_sglangs_list_of_plugins(capfd, monkeypatch, listed, loaded):
+    """As SGLang does: an empty variable allows all plugins, a list without a name none."""
+    entry = importlib.metadata.EntryPoint("headfit", "headfit.hosts.sglang:register", doctor.PLUGIN_GROUP)
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [entry])
+    monkeypatch.setenv("SGLANG_PLUGINS", listed)
+    excluded = run_json(capfd, "doctor")["sglang_plugin"]["excluded_by"]
+    assert excluded == (None if loaded else f"SGLANG_PLUGINS={listed}")
+
+
+def test_doctor_names_a_setting_with_which_no_server_starts(capfd, monkeypatch):
+    monkeypatch.setenv("HEADFIT_BACKEND", "sparse_mqa")
+    assert cli.main(["doctor"]) == cli.OK
+    assert "HEADFIT_BACKEND: 'sparse_mqa', allowed: auto" in (out := capfd.readouterr().out)
+    assert "a server does not start with that" in out
 
 
 def test_doctor_estimates_a_rank(capfd, model, monkeypatch):

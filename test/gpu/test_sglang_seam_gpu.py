@@ -89,13 +89,14 @@ def test_a_replay_sees_an_updated_sink(seam):
     graph.replay()
     assert_close(out[:, 0, :16], torch.ones(1, 16, 512), BF16_OUTPUT)
     owner.attn_sink.data = torch.zeros(128, device="cuda")  # bound elsewhere: home with the next update
-    sinks.refresh_all()
+    sinks.refresh(owner)
     graph.replay()
     assert_close(out[:, 0, :16], torch.full((1, 16, 512), 0.8), BF16_OUTPUT)
 
 
 def test_a_capture_counts_and_is_not_checked():
-    seam = Seam(backends.create("sparse_mqa_cuda", device="cuda"), check=True)
-    call, _ = make_call(Case(num_heads=16, num_keys=(64, 64)), 5, device="cuda")
+    call, arguments = make_call(Case(num_heads=16, num_keys=(64, 64)), 5, device="cuda")
+    check_sinks = lambda layer: arguments["attn_sink"]  # noqa: E731
+    seam = Seam(backends.create("sparse_mqa_cuda", device="cuda"), check_sinks=check_sinks)
     captured(seam, Layer(16), call)
-    assert (seam.served.total(), seam.captured) == (2, 1)
+    assert (seam.served, seam.captured, seam.checked) == (2, 1, 1)

@@ -5,6 +5,7 @@ Run by `worker.py` within each SGLang version; the functions of `CHECKS[scenario
 
 import importlib
 import logging
+import os
 import types
 
 import flash_mla_stand_in
@@ -297,11 +298,47 @@ def checked_calls_name_a_wrong_result(version):
     seam = plugin().seam
     decode = seam.backend.decode
     seam.backend.decode = lambda *, attn_sink, **kwargs: decode(attn_sink=attn_sink.flip(0), **kwargs)
-    with pytest.raises(RuntimeError, match=r"HEADFIT_CHECK: layer 0 is off by"):
+    with pytest.raises(RuntimeError, match="HEADFIT_CHECK: layer 0, token"):
         step.run(layer, q)
 
 
+def checked_calls_know_the_ranks_own_sinks(version):
+    """Row 7 under `HEADFIT_CHECK=1`: rank 0's sinks on rank 3."""
+    layer = layers.build(128, 3, 8)
+    layer.attn_sink.data.normal_(4.0, 2.0)
+    sinks, step = plugin().sinks, Step(num_tokens=2, compress_ratio=4, seed=6)
+    local = sinks.local
+
+    def of_rank_0(layer, *args):
+        attribute, rank = sinks._rank_attribute, 3
+        setattr(layer, attribute, 0)
+        try:
+            return local(layer, *args)
+        finally:
+            setattr(layer, attribute, rank)
+
+    sinks.local = of_rank_0
+    sinks.refresh(layer)  # where the server keeps a view of its own
+    try:
+        with pytest.raises(RuntimeError, match="HEADFIT_CHECK: layer 0, token"):
+            step.run(layer, step.queries(16))
+    finally:
+        sinks.local = local
+
+
+def a_worker_ends_rather_than_serve_as_stock(version):
+    """SGLang logs a plugin's exception and goes on; this one it does not catch."""
+    (end,) = ENDS
+    wanted = "HEADFIT_BACKEND: 'sparse_mqa', allowed: auto"
+    if os.environ["HEADFIT_BACKEND"] == "sparse_mqa_cuda":
+        wanted = (
+            f"HEADFIT_BACKEND=sparse_mqa_cuda cannot be had in SGLang {version}: MQALayer.forward takes no positions"
+        )
+    assert end.startswith(f"headfit: {wanted}"), end
+
+
 RECORDS: list[str] = []
+ENDS: list[str] = []  # what workers said that ended while they loaded the plugins
 
 
 class Recorder(logging.Handler):
@@ -327,11 +364,19 @@ SCENARIOS = {
     "switching": ({"HEADFIT_BACKEND": "reference"}, (decode_tp_switching_gets_its_own_slice,)),
     "auto_without_gpu": ({}, (the_servers_kernel_gets_64_heads_and_the_ranks_sink,)),
     "flashmla": ({"HEADFIT_BACKEND": "flashmla"}, (the_servers_kernel_gets_64_heads_and_the_ranks_sink,)),
-    "check": ({"HEADFIT_BACKEND": "reference", "HEADFIT_CHECK": "1"}, (checked_calls_name_a_wrong_result,)),
+    "check": (
+        {"HEADFIT_BACKEND": "reference", "HEADFIT_CHECK": "1"},
+        (checked_calls_name_a_wrong_result, checked_calls_know_the_ranks_own_sinks),
+    ),
     "off": ({"HEADFIT_BACKEND": "off"}, (nothing_is_hooked, stock_stays_stock)),
     "stale": ({"HEADFIT_BACKEND": "off"}, (stock_keeps_the_old_sink,)),
     "another_plugin_only": ({"SGLANG_PLUGINS": "another"}, (nothing_is_hooked, stock_stays_stock)),
     "changed_signature": ({}, (one_warning_says_why, stock_stays_stock)),
+    "misspelt": ({"HEADFIT_BACKEND": "sparse_mqa"}, (a_worker_ends_rather_than_serve_as_stock,)),
+    "by_name_changed_signature": (
+        {"HEADFIT_BACKEND": "sparse_mqa_cuda"},
+        (a_worker_ends_rather_than_serve_as_stock,),
+    ),
     "failed_hook": ({}, (one_warning_says_why, stock_stays_stock)),
     **server_checks.SCENARIOS,
 }

@@ -97,9 +97,24 @@ def test_auto_leaves_a_kernel_that_does_not_compile_to_the_server(make, caplog):
     with caplog.at_level(logging.INFO, "headfit"):
         plugin._around_load(lambda: None)
     assert plugin.seam is None and plugin.active and plugin.kernel == "the server's own (no compiler)"
-    assert "could not be prepared: no compiler" in caplog.text
+    assert "could not be prepared for 16 heads: no compiler" in caplog.text
     plugin._around_load(lambda: None)
     assert plugin.seam is None
+
+
+def test_a_draft_whose_kernel_does_not_compile_leaves_the_targets_alone(make):
+    backend = Backend()
+    plugin = make(backend)
+    build(plugin, Layer())
+    plugin._around_load(lambda: None)
+    build(plugin, Layer(size=4))
+    backend.fails = OSError("no compiler")
+    for _ in range(2):
+        plugin._around_load(lambda: None)
+    assert backend.prewarmed == [16] and plugin.seam.refused == {32: "no compiler"}
+    with plugin.seam.running(Layer(size=4)):
+        assert plugin._around_seam(lambda **call: call, q=1) == {"q": 1}
+    assert list(plugin.seam.passed_on) == ["32 heads a rank: no compiler"]
 
 
 def test_a_kernel_asked_for_by_name_does_not_fail_quietly(make):
@@ -179,7 +194,74 @@ def test_hooks_that_were_not_applied_are_named(make, monkeypatch, caplog):
     monkeypatch.setattr(plugin_module, "_is_hooked", lambda target, hook: target != "a.forward")
     with caplog.at_level(logging.WARNING, "headfit"):
         build(plugin, Layer())
-    assert not plugin.active and "did not apply: a.forward" in caplog.text
+    assert not plugin.active and "did not apply: a.forward" in caplog.text and not plugin.sinks.layers
+
+
+def test_another_setting_than_auto_is_kept_or_the_server_does_not_start(make, monkeypatch):
+    named = make(Backend(), backend="sparse_mqa_cuda")
+    with pytest.raises(RuntimeError, match=r"HEADFIT_BACKEND=sparse_mqa_cuda cannot be had .* dtype torch.bfloat16"):
+        build(named, Layer(dtype=torch.bfloat16))
+    for name in ("flashmla", "reference"):
+        plugin = make(Backend(), backend=name)
+        monkeypatch.setattr(plugin_module, "_is_hooked", lambda target, hook: target != "a.forward")
+        with pytest.raises(RuntimeError, match=f"HEADFIT_BACKEND={name} cannot be had .* did not apply: a.forward"):
+            build(plugin, Layer())
+
+
+def test_a_sink_that_can_no_longer_be_kept_is_an_error_once_graphs_may_hold_it(make):
+    plugin = make(Backend())
+    layer = Layer()
+    build(plugin, layer)
+    plugin._around_load(lambda: None)
+    layer.attn_sink.data = torch.zeros(128, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"would go on with old sinks: attn_sink: dtype torch.bfloat16"):
+        plugin._around_update(lambda: None)
+    with pytest.raises(RuntimeError, match="old sinks"):
+        plugin._around_forward(lambda layer: None, layer)
+    layer.attn_sink.data = torch.ones(128)
+    plugin._around_update(lambda: None)
+    assert plugin.active and (plugin.sinks.local(layer)[:16] == 1).all()
+
+
+def test_after_standing_down_updates_still_reach_the_sinks_that_have_a_home(make):
+    plugin = make(Backend())
+    plugin.sinks.shape = "cached"
+    first, bad = Layer(), Layer(dtype=torch.bfloat16)
+    build(plugin, first, bad)
+    assert not plugin.active and plugin.sinks.layers == (first,) and bad._attn_sink_local is None
+    first.attn_sink.data = torch.full((128,), 2.0)
+    plugin._around_update(lambda: None)
+    assert (first._attn_sink_local[:16] == 2).all()
+
+
+def test_a_check_that_compares_nothing_says_so(make, caplog):
+    plugin = make(Backend(), backend="flashmla", check=True)
+    build(plugin, Layer())
+    with caplog.at_level(logging.WARNING, "headfit"):
+        plugin._around_load(lambda: None)
+    assert "HEADFIT_CHECK=1 compares nothing: the decode kernel is the server's own" in caplog.text
+    plugin = make(Backend(), backend="reference", check=True)
+    build(plugin, layer := Layer())
+    plugin._around_load(lambda: None)
+    layer.attn_sink.data.copy_(torch.arange(128.0))
+    assert torch.equal(plugin.seam.check_sinks(layer), torch.arange(48.0, 64.0))
+
+
+def test_a_hook_is_found_behind_a_wrapper_with_an_unset_cell(monkeypatch):
+    def hook():
+        pass
+
+    def hooked():
+        return hook
+
+    def other():
+        return unset
+
+    other.__wrapped__ = hooked
+    monkeypatch.setattr(plugin_module, "status", other)
+    assert plugin_module._is_hooked("headfit.hosts.sglang.plugin.status", hook)
+    assert not plugin_module._is_hooked("headfit.hosts.sglang.plugin.status", other)
+    unset = None
 
 
 def test_an_error_in_the_layer_comes_through_and_leaves_no_layer_running(make):
@@ -192,7 +274,7 @@ def test_an_error_in_the_layer_comes_through_and_leaves_no_layer_running(make):
 
     with pytest.raises(KeyError, match="theirs"):
         plugin._around_forward(fails, layer)
-    assert plugin.seam is not None and plugin.seam._running.layer is None
+    assert plugin.seam is not None and not plugin.seam._running.__dict__
 
 
 def test_a_rebound_sink_is_refused_in_a_capture(monkeypatch):
@@ -235,5 +317,15 @@ def test_register_does_nothing_in_a_launcher(monkeypatch, value):
 
 def test_register_refuses_an_unknown_setting(monkeypatch):
     monkeypatch.setenv("HEADFIT_BACKEND", "fastest")
-    with pytest.raises(ValueError, match="HEADFIT_BACKEND: 'fastest'"):
+    with pytest.raises(SystemExit, match="headfit: HEADFIT_BACKEND: 'fastest', allowed: auto"):
         plugin_module.register()
+
+
+def test_register_refuses_a_kernel_by_name_where_the_server_cannot_have_it(monkeypatch, caplog):
+    monkeypatch.setattr(plugin_module, "runs_a_model", lambda: True)
+    monkeypatch.setenv("HEADFIT_BACKEND", "sparse_mqa_cuda")
+    with pytest.raises(SystemExit, match=r"HEADFIT_BACKEND=sparse_mqa_cuda cannot be had .* cannot be imported"):
+        plugin_module.register()
+    monkeypatch.setenv("HEADFIT_BACKEND", "auto")
+    plugin_module.register()
+    assert "stands down" in caplog.text

@@ -1,5 +1,6 @@
 """The seam by itself: call forms, the callee's contract, checks and counters, with SGLang's tensors and no SGLang."""
 
+import gc
 import logging
 import math
 
@@ -42,7 +43,7 @@ def test_answers_as_the_callee_would(case, seed, backend):
     call, arguments = make_call(case, seed)
     seam, seen = make_seam(backend), len(calls)
     out, lse = run(seam, call, case.num_heads)
-    assert len(calls) == seen and seam.served.total() == 1 and not seam.passed_on
+    assert len(calls) == seen and seam.served == 1 and not seam.passed_on
     assert out.shape == call["q"].shape and out.dtype == torch.bfloat16
     assert lse.shape == (case.num_tokens, 64, 1) and lse.dtype == torch.float32
     expected, expected_lse = reference_float64(**arguments)
@@ -174,23 +175,63 @@ def test_layers_nest_and_an_error_does_not_leave_one_running(seed):
             raise KeyError
         seam.call(flash_mla_with_kvcache, **call)
     seam.call(lambda **kwargs: None, **call)
-    assert [layer.layer_id for layer in seam.served] == [1, 0] and seam.passed_on.total() == 1
+    assert set(seam.layers) == {outer, inner} and seam.served == 2 and seam.passed_on.total() == 1
+    del inner
+    gc.collect()
+    assert set(seam.layers) == {outer} and seam.served == 2  # a dropped model's layers are not kept alive
 
 
-def test_check_mode_names_the_layer(seed):
-    call, _ = make_call(Case(num_heads=16, sinks=3.0, num_keys=(8, 8)), seed)
-    seam = make_seam(check=True)
+def checked_seam(arguments):
+    return make_seam(check_sinks=lambda layer: arguments["attn_sink"])
+
+
+@pytest.mark.parametrize(
+    "fault, place",
+    [
+        (lambda out: out[41, 3].zero_(), "token 41 of 64, head 3"),
+        (lambda out: out[63, 15].neg_(), "token 63 of 64, head 15"),
+        (lambda out: out[7].copy_(out[8]), "token 7 of 64"),
+        (lambda out: out[0, 0, 0].fill_(math.nan), "token 0 of 64, head 0 is off by inf"),
+    ],
+)
+def test_check_mode_names_one_wrong_head_among_many(seed, fault, place):
+    call, arguments = make_call(Case(num_tokens=64, num_heads=16, num_keys=(32, None)), seed)
+    seam = checked_seam(arguments)
     run(seam, call, 16, layer_id=5)
+    assert seam.checked == 1
     decode = seam.backend.decode
-    seam.backend.decode = lambda *, attn_sink, **kwargs: decode(attn_sink=attn_sink + 1, **kwargs)
-    with pytest.raises(RuntimeError, match="HEADFIT_CHECK: layer 5 is off by"):
+
+    def wrong(**kwargs):
+        out, lse = decode(**kwargs)
+        fault(out)
+        return out, lse
+
+    seam.backend.decode = wrong
+    with pytest.raises(RuntimeError, match=f"HEADFIT_CHECK: layer 5, {place}"):
         run(seam, call, 16, layer_id=5)
 
 
-def test_checked_rows_without_keys_are_zero(seed):
-    call, _ = make_call(Case(num_heads=16, absent=1.0), seed)
-    out, _ = run(make_seam(check=True), call, 16)
+def test_check_mode_knows_the_layers_own_sinks(seed):
+    """A call that brings another rank's sinks is answered with them, and is wrong."""
+    call, arguments = make_call(Case(num_heads=16, sinks=3.0, num_keys=(8, 8)), seed)
+    seam = checked_seam({"attn_sink": arguments["attn_sink"].clone()})
+    run(seam, call, 16)
+    call["attn_sink"] += 1
+    with pytest.raises(RuntimeError, match="HEADFIT_CHECK: layer 0, token"):
+        run(seam, call, 16)
+
+
+@pytest.mark.parametrize("case", [Case(num_heads=16, absent=1.0), Case(num_tokens=0, num_heads=16)])
+def test_checked_rows_without_keys_are_zero(seed, case):
+    call, arguments = make_call(case, seed)
+    out, _ = run(checked_seam(arguments), call, 16)
     assert not out[:, :, :16].any()
+
+
+def test_a_scale_of_zero_is_not_the_default_one(seed):
+    call, arguments = make_call(Case(num_heads=16), seed)
+    out, _ = run(make_seam(), call | {"softmax_scale": 0.0}, 16)
+    assert_close(out[:, 0, :16], reference_float64(**arguments | {"softmax_scale": 0.0})[0], BF16_OUTPUT)
 
 
 def test_a_window_page_of_256_and_pages_of_2(seed):

@@ -60,7 +60,7 @@ def _run(sender, version, scenario, environment, functions) -> None:
     logger.addHandler(checks.Recorder())
     logger.setLevel(logging.INFO)
     os.environ.update(environment)
-    if scenario == "changed_signature":
+    if scenario.endswith("changed_signature"):
         _change_signature()
     if scenario == "failed_hook":
         _fail_a_hook()
@@ -68,7 +68,10 @@ def _run(sender, version, scenario, environment, functions) -> None:
         server_checks.install()
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()
+    try:
+        load_plugins()
+    except SystemExit as end:  # of the whole worker
+        checks.ENDS.append(str(end))
     if scenario == "failed_hook":
         import layers
 

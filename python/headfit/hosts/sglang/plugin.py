@@ -1,8 +1,10 @@
 """The plugin itself: what SGLang calls, the hooks, which kernel runs and why, and the worker's one log line.
 
 Hooks are registered here and applied by SGLang afterwards, which only logs one that fails; so the first layer that is
-built checks that all are in place. Whatever is not as expected makes the plugin stand down: one warning, and the server
-runs as stock from then on. Layers whose sinks have their home by then keep it, which is right on its own.
+built checks that all are in place. Whatever is not as expected while the server starts makes the plugin stand down: one
+warning, and the server runs as stock from then on; with a setting other than `auto` the server does not start. Layers
+whose sinks have their home by then keep it, and updates go on to bring them there. Once a kernel has been chosen graphs
+may have been captured: a sink that then becomes what it must not be is an error, for they would replay the old one.
 """
 
 import importlib.metadata
@@ -11,7 +13,7 @@ import multiprocessing
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,11 +39,14 @@ def register() -> None:
     """SGLang's entry point: hook this process where it runs a model.
 
     Raises:
-        ValueError: an environment variable that is not one of the allowed values (`settings`); SGLang logs it and
-            runs without the plugin.
+        SystemExit: an environment variable is not one of the allowed values, or asks by name for what this server's
+            code does not allow. SGLang would log an `Exception` and go on without the plugin.
     """
     global _plugin
-    settings = Settings.from_environment()
+    try:
+        settings = Settings.from_environment()
+    except ValueError as error:
+        raise SystemExit(f"headfit: {error}") from error
     if settings.backend == "off":
         logger.info("headfit %s: HEADFIT_BACKEND=off, the server runs as stock", __version__)
         return
@@ -50,6 +55,8 @@ def register() -> None:
     try:
         code = read_server()
     except UnsupportedServer as error:
+        if settings.backend != "auto":
+            raise SystemExit(f"headfit: {_refusal(settings, str(error))}") from error
         _warn_stock(str(error))
         return
     _plugin = Plugin(settings, code)
@@ -78,6 +85,10 @@ def sglang_version() -> str:
 
 def _warn_stock(reason: str) -> None:
     logger.warning("headfit %s stands down, SGLang %s runs as stock: %s", __version__, sglang_version(), reason)
+
+
+def _refusal(settings: Settings, reason: str) -> str:
+    return f"HEADFIT_BACKEND={settings.backend} cannot be had in SGLang {sglang_version()}: {reason}"
 
 
 class Plugin:
@@ -120,13 +131,20 @@ class Plugin:
             "kernel": self.kernel,
             "num_layers": len(layers),
             "num_local_heads": sorted({layer.n_local_heads for layer in layers}),
-            "served": seam.served.total() if seam else 0,
-            "served_layers": len(seam.served) if seam else 0,
+            "served": seam.served if seam else 0,
+            "served_layers": len(seam.layers) if seam else 0,
             "captured": seam.captured if seam else 0,
+            "checked": seam.checked if seam else 0,
             "passed_on": dict(seam.passed_on) if seam else {},
         }
 
     def stand_down(self, reason: str) -> None:
+        """
+        Raises:
+            RuntimeError: another setting than `auto` is not to be left unfulfilled.
+        """
+        if self.settings.backend != "auto":
+            raise RuntimeError(_refusal(self.settings, reason))
         if self.active:
             self.active = False
             _warn_stock(reason)
@@ -135,21 +153,22 @@ class Plugin:
         result = original(layer, *args, **kwargs)
         if self.active:
             self._check_hooks()
-            self._tend_sinks(self.sinks.adopt, layer)
+        if self.active:
+            self._tend_sinks(self.sinks.adopt, [layer])
         return result
 
     def _around_forward(self, original, layer: nn.Module, *args, **kwargs):
         if not self.active:
             return original(layer, *args, **kwargs)
-        self._tend_sinks(self.sinks.refresh, layer)
-        if not self.kernel:
+        self._tend_sinks(self.sinks.refresh, [layer])
+        if self.active and not self.kernel:
             self._choose_kernel(layer.attn_sink.device)
         if not self.active:
             return original(layer, *args, **kwargs)
         with ExitStack() as stack:
-            stack.enter_context(self.sinks.padded_to_kernel(layer))
             if self.seam is not None:
                 stack.enter_context(self.seam.running(layer))
+            stack.enter_context(self.sinks.padded_to_kernel(layer))  # shows the layer as another rank
             return original(layer, *args, **kwargs)
 
     def _around_local_sink(self, original, layer: nn.Module, *args, **kwargs):
@@ -159,8 +178,7 @@ class Plugin:
 
     def _around_update(self, original, *args, **kwargs):
         result = original(*args, **kwargs)
-        if self.active:
-            self._tend_sinks(self.sinks.refresh_all)
+        self._tend_sinks(self.sinks.refresh, self.sinks.layers)
         return result
 
     def _around_seam(self, original, *args, **kwargs):
@@ -171,17 +189,20 @@ class Plugin:
     def _around_load(self, original, *args, **kwargs):
         """Before memory is measured and graphs are captured: the kernel is chosen, compiled and loaded here."""
         result = original(*args, **kwargs)
-        if self.active:
-            self._tend_sinks(self.sinks.refresh_all)
+        self._tend_sinks(self.sinks.refresh, self.sinks.layers)
         if self.active and self.sinks.layers:
             self._choose_kernel(self.sinks.layers[0].attn_sink.device)
         return result
 
-    def _tend_sinks(self, tend: Callable[..., None], *args) -> None:
-        try:
-            tend(*args)
-        except (ValueError, TypeError, AttributeError) as error:
-            self.stand_down(str(error))
+    def _tend_sinks(self, tend: Callable[[nn.Module], None], layers: Iterable[nn.Module]) -> None:
+        for layer in layers:
+            try:
+                tend(layer)
+            except (ValueError, TypeError, AttributeError) as error:
+                if self.kernel:
+                    raise RuntimeError(f"headfit: captured CUDA graphs would go on with old sinks: {error}") from error
+                self.sinks.release(layer)
+                self.stand_down(str(error))
 
     def _check_hooks(self) -> None:
         if self._checked:
@@ -202,23 +223,31 @@ class Plugin:
             backend, self.kernel = _backend(self.settings, device, counts, self.code.seam_obstacle)
             if backend is not None:
                 limit = AUTO_MAX_HEADS if self.settings.backend == "auto" else None
-                self.seam = Seam(backend, max_heads=limit, check=self.settings.check)
-        for count in counts - self._prewarmed:
-            if self.seam is not None and (self.seam.max_heads is None or count <= self.seam.max_heads):
-                self._prewarm(count, device)
+                check_sinks = self.sinks.own if self.settings.check else None
+                self.seam = Seam(backend, max_heads=limit, check_sinks=check_sinks)
+        if self.seam is not None:
+            self._prewarm(counts, device)
         if first:
             self._log(device)
+            if self.settings.check and self.seam is None:
+                logger.warning("headfit: HEADFIT_CHECK=1 compares nothing: the decode kernel is %s", self.kernel)
 
-    def _prewarm(self, num_heads: int, device: torch.device) -> None:
+    def _prewarm(self, counts: set[int], device: torch.device) -> None:
         """`auto` may leave a kernel that does not compile to the server; one asked for by name may not fail quietly."""
-        self._prewarmed.add(num_heads)
-        try:
-            self.seam.backend.prewarm(num_heads, device)
-        except Exception as error:
-            if self.settings.backend != "auto":
-                raise
-            logger.warning("headfit: %s could not be prepared: %s", self.seam.backend.name, error)
-            self.seam, self.kernel = None, f"the server's own ({error})"
+        seam = self.seam
+        for count in counts - self._prewarmed - seam.refused.keys():
+            if seam.max_heads is not None and count > seam.max_heads:
+                continue
+            try:
+                seam.backend.prewarm(count, device)
+                self._prewarmed.add(count)
+            except Exception as error:
+                if self.settings.backend != "auto":
+                    raise
+                logger.warning("headfit: %s could not be prepared for %d heads: %s", seam.backend.name, count, error)
+                seam.refused[count] = str(error)
+        if seam.refused and not self._prewarmed:
+            self.seam, self.kernel = None, f"the server's own ({', '.join(dict.fromkeys(seam.refused.values()))})"
 
     def _log(self, device: torch.device) -> None:
         layers = self.sinks.layers
@@ -278,8 +307,14 @@ def _is_hooked(target: str, hook: Callable[..., Any]) -> bool:
     owner, _, name = target.rpartition(".")
     function = pkgutil.resolve_name(owner).__dict__.get(name)
     while function is not None:
-        cells = getattr(function, "__closure__", None) or ()
-        if any(cell.cell_contents is hook for cell in cells):
+        if any(_contents(cell) is hook for cell in getattr(function, "__closure__", None) or ()):
             return True
         function = getattr(function, "__wrapped__", None)
     return False
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None

@@ -19,6 +19,7 @@ Source of the signature: `sgl_kernel/flash_mla.py` of sglang-kernel 0.4.5 and SG
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,8 +54,8 @@ _FIXED = {
     "use_legacy": True,
 }
 _NO_DEFAULT = ("q", "attn_sink", *_REGIONS["window"], "head_dim_v", "is_fp8_kvcache")
-# An eager call may differ from float32 arithmetic over the same keys by this much in norm: probabilities and output in
-# bf16 come to at most 3e-3, in fp8 to a few times that; a neighbour rank's sink or a wrong slot is far outside.
+# Each head of each token of an eager call may differ from float32 arithmetic over the same keys by this much in
+# relative norm: probabilities and output in bf16 come to some 3e-3; a neighbour rank's sink or a wrong slot to more.
 CHECK_TOLERANCE = 2e-2
 
 
@@ -88,25 +89,37 @@ class Seam:
     Args:
         backend: runs any head count exactly.
         max_heads: layers with more heads a rank stay with the server's kernel; None: no limit.
-        check: compare each call outside a capture with the reference.
+        check_sinks: given a layer, the sinks that are its own, float32 [the rank's heads]. With it each call outside a
+            capture is compared with the reference under those sinks, whichever the call brought.
     """
 
-    def __init__(self, backend: AttentionBackend, *, max_heads: int | None = None, check: bool = False) -> None:
-        self.backend, self.max_heads, self.check = backend, max_heads, check
-        self.served: Counter[nn.Module] = Counter()  # by layer; a captured call counts once, when it is captured
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        *,
+        max_heads: int | None = None,
+        check_sinks: Callable[[nn.Module], torch.Tensor] | None = None,
+    ) -> None:
+        self.backend, self.max_heads, self.check_sinks = backend, max_heads, check_sinks
+        self.refused: dict[int, str] = {}  # head count -> why its calls are left to the server
+        self.served = 0  # calls; a captured one counts once, when it is captured
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that were served
         self.captured = 0
+        self.checked = 0
         self.passed_on: Counter[str] = Counter()  # by reason
         self._running = threading.local()
 
     @contextmanager
     def running(self, layer: nn.Module) -> Iterator[None]:
-        """Within, decode calls are `layer`'s."""
-        before = getattr(self._running, "layer", None)
+        """Within, decode calls are `layer`'s, and its own sinks those that it has on entry."""
+        before = self._running.__dict__.copy()
         self._running.layer = layer
+        self._running.sinks = None if self.check_sinks is None else self.check_sinks(layer)
         try:
             yield
         finally:
-            self._running.layer = before
+            self._running.__dict__.clear()
+            self._running.__dict__.update(before)
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in for `original`, same arguments and same result.
@@ -130,10 +143,12 @@ class Seam:
         num_heads = layer.n_local_heads
         if self.max_heads is not None and num_heads > self.max_heads:
             raise _UnknownForm(f"{num_heads} heads a rank, more than {self.max_heads}")
+        if num_heads in self.refused:
+            raise _UnknownForm(f"{num_heads} heads a rank: {self.refused[num_heads]}")
         _check_form(call, num_heads)
         q, sink = call["q"], call["attn_sink"][:num_heads]
         regions = {name: _region(name, call) for name in _REGIONS}
-        scale = call.get("softmax_scale") or q.shape[-1] ** -0.5
+        scale = q.shape[-1] ** -0.5 if call.get("softmax_scale") is None else call["softmax_scale"]
         arguments = {"q": q[:, 0, :num_heads], **regions, "attn_sink": sink, "softmax_scale": scale}
         out = torch.empty_like(q)
         rows = out[:, 0, :num_heads]
@@ -146,13 +161,14 @@ class Seam:
         return Answer(out, lambda: _callee_lse(lse, q.shape[2]))
 
     def _count(self, layer: nn.Module, *, capturing: bool, computed: torch.Tensor, **arguments: Any) -> None:
-        self.served[layer] += 1
+        self.served += 1
         self.captured += capturing
-        total = self.served.total()
-        if total in (1, 100, 10_000, 1_000_000):
-            logger.info("headfit answered %d decode calls of %d layers", total, len(self.served))
-        if self.check and not capturing:
-            _compare(getattr(layer, "layer_id", None), computed, **arguments)
+        self.layers.add(layer)
+        if self.served in (1, 100, 10_000, 1_000_000):
+            logger.info("headfit answered %d decode calls of %d layers", self.served, len(self.layers))
+        if self.check_sinks is not None and not capturing:
+            self.checked += 1
+            _compare(getattr(layer, "layer_id", None), computed, **arguments | {"attn_sink": self._running.sinks})
 
     def _pass_on(self, reason: str) -> None:
         self.passed_on[reason] += 1
@@ -198,18 +214,24 @@ def _callee_lse(lse: torch.Tensor, padded_heads: int) -> torch.Tensor:
 
 
 def _compare(layer_id: int | None, computed: torch.Tensor, **arguments: Any) -> None:
-    """Waits for the device.
+    """Every head of every token, [tokens, heads, 512], by itself. Waits for the device.
 
     Raises:
-        RuntimeError: naming the layer and the relative error.
+        RuntimeError: naming the layer, the token of the batch, the head and the relative error.
     """
+    if computed.shape[0] == 0:
+        return
     window, compressed = arguments.pop("window"), arguments.pop("compressed")
     regions = (window,) if compressed is None else (window, compressed)
     expected = sparse_mqa_ref(regions=regions, **arguments)[0].float()
-    scale = expected.norm()
-    error = ((computed.float() - expected).norm() / torch.where(scale > 0, scale, 1)).item()
-    if not error <= CHECK_TOLERANCE:
-        raise RuntimeError(f"HEADFIT_CHECK: layer {layer_id} is off by {error:.3g}, allowed {CHECK_TOLERANCE}")
+    scale = expected.norm(dim=-1)
+    errors = (computed.float() - expected).norm(dim=-1) / torch.where(scale > 0, scale, 1)
+    errors = errors.nan_to_num(nan=float("inf")).flatten()
+    worst = int(errors.argmax())
+    if not (error := errors[worst].item()) <= CHECK_TOLERANCE:
+        token, head = divmod(worst, computed.shape[1])
+        where = f"layer {layer_id}, token {token} of {computed.shape[0]}, head {head}"
+        raise RuntimeError(f"HEADFIT_CHECK: {where} is off by {error:.3g}, allowed {CHECK_TOLERANCE}")
 
 
 def _described(value: Any) -> str:

@@ -8,10 +8,13 @@
     | `SGLANG_PLUGINS`  | SGLang's own: the plugins it loads, by name; unset: all  | ours is `headfit`            |
 
 `auto` runs `sparse_mqa_cuda` where it is the faster one (Hopper, up to 64 heads a rank) and leaves the server's own
-FlashMLA elsewhere, saying why. A kernel asked for by name that cannot run is an error. `flashmla` keeps the server's
-kernel and only puts sinks and padding right. `off` hooks nothing. `reference` is PyTorch, far too slow to serve with:
-for checks. `HEADFIT_CHECK=1` compares every call outside a CUDA-graph capture with the reference and raises where they
-differ; start the server with `--disable-cuda-graph` to have every decode step compared.
+FlashMLA elsewhere, saying why. `flashmla` keeps the server's kernel and only puts sinks and padding right. `off` hooks
+nothing. `reference` is PyTorch, far too slow to serve with: for checks. What is set to another value than `auto` and
+cannot be had, and a value that is not allowed, keep the server from starting.
+
+`HEADFIT_CHECK=1` compares every call that headfit answers outside a CUDA-graph capture, head by head, with the
+reference under the layer's own sinks, and raises where they differ; start the server with `--disable-cuda-graph` to
+have every decode step compared.
 """
 
 import os

@@ -91,11 +91,6 @@ class LayerSinks:
         if self.shape == "cached" and getattr(layer, self._size_attribute) > 1:
             layer._attn_sink_local = self.local(layer)
 
-    def refresh_all(self) -> None:
-        """After a weight load or update: every layer, whichever model it belongs to."""
-        for layer in self._layers:
-            self.refresh(layer)
-
     def local(self, layer: nn.Module, kernel_num_heads: int | None = None) -> torch.Tensor:
         """The rank's run: float32 [kernel_num_heads], its own heads first; None: as wide as FlashMLA wants it.
 
@@ -108,6 +103,18 @@ class LayerSinks:
             raise ValueError(f"kernel_num_heads: {width}, allowed: {layout.num_local_heads} to {_PADDING}")
         start = layout.local_slice.start
         return layer.__dict__[_HOME][start : start + width]
+
+    def own(self, layer: nn.Module) -> torch.Tensor:
+        """float32 [n_local_heads]: the rank's sinks read from the parameter itself, for checks of `local`."""
+        start = getattr(layer, self._rank_attribute) * layer.n_local_heads
+        return layer._parameters["attn_sink"].detach()[start : start + layer.n_local_heads]
+
+    def release(self, layer: nn.Module) -> None:
+        """Leave a layer to the server, with a sink that it has to copy anew."""
+        self._layers.discard(layer)
+        layer.__dict__.pop(_HOME, None)
+        if self.shape == "cached" and getattr(layer, self._size_attribute, 1) > 1:
+            layer._attn_sink_local = None
 
     @contextmanager
     def padded_to_kernel(self, layer: nn.Module) -> Iterator[None]:
