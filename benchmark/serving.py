@@ -15,12 +15,16 @@ arms get the same prompts: random token ids, new ones each round and concurrency
 each measurement. The first round is left out (`--warm-up-rounds`): in it the arm that goes first compiles kernels that
 the other then finds on disk.
 
-A failed request is counted, printed and makes the exit code 1; a measurement with one gets no time. A started server's
-log must say that headfit answered decode calls in the plugin's arm and none in stock's, with the heads that the rows
-state, or the run ends; from it come the decode step's milliseconds by running requests, too. With `--profile N`: its
-profiler's kernels at concurrency N. `--stop-after` ends early with the rounds that are done, one at least; a profile is
-still taken side by side.
-Prints a table and last one JSON line: the result without its rows.
+A request that fails, or ends with other than the tokens asked for, is counted, printed and makes the exit code 1; a
+measurement with one gets no time. A started server's log must say that headfit answered decode calls in the plugin's
+arm, with a kernel of its own in every worker and no call left to the server's, and none in stock's, with the heads that
+the rows state, or the run ends; from it come the decode step's milliseconds by running requests, too. With
+`--profile N`: its profiler's kernels at concurrency N. `--stop-after` ends early with the rounds that are done, one at
+least; a profile is still taken side by side.
+
+RESULT.json is written after every round that counts and holds whole rounds only: `complete` once nothing is left to
+do, `error` where something ended the run before, `verified` where the rows' servers ran here and their logs were read.
+SIGINT, SIGTERM and SIGHUP end the servers, too. Prints a table and last one JSON line: the result without its rows.
 """
 
 import argparse
@@ -29,15 +33,16 @@ import gzip
 import json
 import os
 import random
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import lone_rank
 import serving_report as report
@@ -51,18 +56,18 @@ ARMS = (report.STOCK, report.PLUGIN)
 ATTENTION_KERNELS = r"flash_fwd|splitkv|mla_combine|mla_metadata|sparse_mqa"
 PROFILED_STEPS = 10
 PREFILL_S = 5.0  # until every prompt of a profiled load is prefilled
+TRACE_S = 120.0  # for a trace to be there, whole
 PROFILED_LENGTHS = 16  # how much longer a profiled request may run than a measured one
+MAX_PORT = 65_535
 PORT_STEP = 20  # between the ports of two servers, for what each opens next to its own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     if args.plot:
-        result = json.loads(args.plot.read_text())
-        report.plot(result, args.plot.with_suffix(".png"))
-        print("\n".join(report.table(result["rows"])))
-        return 0
-    result: dict[str, Any] = {"benchmark": "serving", "date": date.today().isoformat(), "command": sys.argv, "rows": []}
+        return _plot(args.plot, args.plotted)
+    result: dict[str, Any] = {"benchmark": "serving", "complete": False, "verified": False}
+    result |= {"date": date.today().isoformat(), "command": sys.argv, "rows": []}
     result |= {"backend": args.backend, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
     result |= {"decode_step_ms": {}, "profiles": {}, "plugin": {}, "seed": args.seed}
     result |= {"lone_rank": args.lone_rank, "num_warm_up_errors": 0}
@@ -70,33 +75,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
         versions = {name: package_version(name) for name in ("torch", "headfit")}
         result |= {"gpu": gpu_name(), **versions, "commit": args.commit or git_commit()}
     try:
-        if args.side_by_side:
-            _side_by_side(args, result)
-        else:
-            _rounds(args, result, _attached_round if args.attach else _started_round)
-    except ServerError as error:
-        print(f"serving.py: {error}", file=sys.stderr)
-        return 1
-    print("\n".join(report.table(result["rows"])))
+        with serving_server.signals_raised():
+            if args.side_by_side:
+                _side_by_side(args, result)
+            else:
+                _rounds(args, result, _attached_round if args.attach else _started_round)
+            _write(args.out, result | {"complete": True})
+    except (ServerError, OSError) as error:
+        return _failed(args.out, result, str(error), 1)
+    except serving_server.Signalled as signalled:
+        return _failed(args.out, result, f"ended by {signalled}", signalled.exit_code)
+    result["complete"] = True
+    print("\n".join([*report.table(result["rows"]), *report.notes(result)]))
     print(json.dumps({name: value for name, value in result.items() if name != "rows"}))
-    return int(any(row["num_errors"] for row in result["rows"]) or result["num_warm_up_errors"] > 0)
+    return int(result["num_errors"] + result["num_warm_up_errors"] > 0)
+
+
+def _failed(out: Path, result: dict[str, Any], error: str, exit_code: int) -> int:
+    """Leave the rounds that are done, and an earlier file where none is."""
+    if result["rows"]:
+        with contextlib.suppress(OSError):  # a full disk
+            _write(out, result | {"error": error})
+    with contextlib.suppress(OSError):  # a terminal that hung up
+        print(f"serving.py: {error}", file=sys.stderr)
+    return exit_code
+
+
+def _plot(path: Path, result: dict[str, Any]) -> int:
+    print("\n".join([*report.table(result["rows"]), *report.notes(result)]))
+    try:
+        report.plot(result, path.with_suffix(".png"))
+    except ImportError as error:
+        print(f"serving.py: --plot: matplotlib is needed for {path.with_suffix('.png')}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _rounds(args: argparse.Namespace, result: dict[str, Any], one: Callable[..., None]) -> None:
-    """All rounds, or those before the first that would end too late if it took as long as the one before."""
+    """All rounds, or those before the first that would end too late if it took as long as the one before.
+
+    one: fills a round's own rows, decode steps, plugin lines and profiles, which count once it has returned.
+    """
     begin = last = time.monotonic()
     for number in range(-args.warm_up_rounds, args.rounds):
-        one(args, number, result)
+        found: dict[str, Any] = {"rows": [], "decode_step_ms": {}, "plugin": {}, "profiles": {}}
+        one(args, number, found)
         if number < 0:
-            result["num_warm_up_errors"] += sum(row["num_errors"] for row in result["rows"])
-            result["rows"].clear()
-            result["decode_step_ms"].clear()
-        _write(args.out, result)
+            result["num_warm_up_errors"] += sum(row["num_errors"] for row in found["rows"])
+        else:
+            _add(result, found)
+            result["verified"] = bool(args.server)
+            _write(args.out, result)
         now = time.monotonic()
         if args.stop_after and 0 <= number < args.rounds - 1 and 2 * now - last - begin > args.stop_after:
             print(f"stopped after {number + 1} of {args.rounds} rounds, {now - begin:.0f} s", file=sys.stderr)
             break
         last = now
+
+
+def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
+    result["rows"] += found["rows"]
+    for arm, steps in found["decode_step_ms"].items():
+        result["decode_step_ms"].setdefault(arm, []).extend(steps)
+    for name in ("plugin", "profiles"):
+        result[name] |= found[name]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,7 +152,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--env", action="append", default=[], metavar="ARM:NAME=VALUE", help="a variable of one arm's server"
     )
     parser.add_argument(
-        "--num-heads", type=int, help="the model's query heads; read from a local config.json if left out"
+        "--num-heads", type=_whole(1), help="the model's query heads; read from a local config.json if left out"
     )
     parser.add_argument(
         "--lone-rank",
@@ -119,58 +161,107 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="servers of TP 1 become rank R of attention TP N, on its own",
     )
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of the plugin arm (default: auto)")
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of arms (default: 5)")
-    parser.add_argument("--warm-up-rounds", type=int, default=1, help="pairs before them, not kept (default: 1)")
+    parser.add_argument("--rounds", type=_whole(1), default=5, help="pairs of arms (default: 5)")
+    parser.add_argument("--warm-up-rounds", type=_whole(0), default=1, help="pairs before them, not kept (default: 1)")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="start no round that would end later")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCIES))
-    parser.add_argument("--requests-per-slot", type=int, default=4, help="requests a measurement, times concurrency")
-    parser.add_argument("--min-requests", type=int, default=1, help="at least as many a measurement (default: 1)")
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=32_768, help="prompts are ids from 2 to this")
-    parser.add_argument("--port", type=int, default=30_000)
+    parser.add_argument("--concurrency", type=_whole(1), nargs="+", default=list(CONCURRENCIES))
+    parser.add_argument(
+        "--requests-per-slot", type=_whole(1), default=4, help="requests a measurement, times concurrency"
+    )
+    parser.add_argument("--min-requests", type=_whole(1), default=1, help="at least as many a measurement (default: 1)")
+    parser.add_argument("--prompt-tokens", type=_whole(1), default=1024)
+    parser.add_argument("--output-tokens", type=_whole(1), default=256)
+    parser.add_argument("--vocab-size", type=_whole(3), default=32_768, help="prompts are ids from 2 to this")
+    parser.add_argument("--port", type=_whole(1, MAX_PORT), default=30_000)
     parser.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS")
     parser.add_argument(
-        "--profile", type=int, metavar="CONCURRENCY", help="profile one decode there, in the last round"
+        "--profile", type=_whole(1), metavar="CONCURRENCY", help="profile one decode there, in the last round"
     )
     parser.add_argument("--profile-dir", type=Path, default=Path("/tmp/headfit-profile"))
     parser.add_argument("--commit", help="recorded in the result; default: what git says")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("server", nargs="*", help="after `--`: the command that starts a server on {port}")
     args = parser.parse_args(arguments)
-    args.attach = dict(_arm_and_url(parser, text) for text in args.attach)
+    if args.plot:
+        args.plotted = _plotted(parser, args.plot)
+        return args
     args.env = [_arm_and_variable(parser, text) for text in args.env]
-    if not args.plot:
-        if args.out is None:
-            parser.error("--out is needed")
-        if bool(args.attach) == bool(args.server):
-            parser.error("give either a server command after `--` or --attach")
-        if args.attach and set(args.attach) != set(ARMS):
-            parser.error(f"--attach: {', '.join(sorted(args.attach))}, allowed: one URL each for {' and '.join(ARMS)}")
-        if args.attach and (args.profile or args.env or args.side_by_side or args.lone_rank is not None):
-            parser.error("--profile, --env, --side-by-side and --lone-rank need servers that this program starts")
-        for name in (
-            "rounds",
-            "requests_per_slot",
-            "min_requests",
-            "prompt_tokens",
-            "output_tokens",
-            *(("num_heads",) * (args.num_heads is not None)),
-        ):
-            if getattr(args, name) < 1:
-                parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
-        if args.warm_up_rounds < 0:
-            parser.error(f"--warm-up-rounds: {args.warm_up_rounds}, allowed: at least 0")
-        if min(args.concurrency) < 1:
-            parser.error(f"--concurrency: {min(args.concurrency)}, allowed: at least 1")
+    if args.out is None:
+        parser.error("--out is needed")
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        parser.error(f"--out: {str(args.out)!r}, allowed: a file in a folder that exists")
+    if bool(args.attach) == bool(args.server):
+        parser.error("give either a server command after `--` or --attach")
+    if args.attach and (args.profile or args.env or args.side_by_side or args.lone_rank is not None):
+        parser.error("--profile, --env, --side-by-side and --lone-rank need servers that this program starts")
+    args.attach = _attached(parser, args.attach)
+    if args.side_by_side and args.port + PORT_STEP > MAX_PORT:
+        parser.error(f"--port: {args.port}, allowed with --side-by-side: at most {MAX_PORT - PORT_STEP}")
+    if args.backend != parser.get_default("backend"):
+        _check_backend(parser, args.backend)
     return args
+
+
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """An argparse type: whole numbers from `low` to `high`, or without an end."""
+    allowed = f"at least {low}" if high is None else f"{low} to {high}"
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}, allowed: a whole number, {allowed}") from error
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"{value}, allowed: {allowed}")
+        return value
+
+    return number
+
+
+def _plotted(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"--plot: {str(path)!r}: {error}, allowed: a result of this benchmark")
+    if not report.is_result(found):
+        parser.error(f"--plot: {str(path)!r} is another file, allowed: a result of this benchmark")
+    return found
+
+
+def _check_backend(parser: argparse.ArgumentParser, backend: str) -> None:
+    try:
+        from headfit.hosts.sglang.settings import BACKENDS
+    except ImportError:  # headfit is where the server command runs
+        return
+    allowed = [name for name in BACKENDS if name != "off"]
+    if backend not in allowed:
+        parser.error(f"--backend: {backend!r}, allowed: {', '.join(allowed)}")
+
+
+def _attached(parser: argparse.ArgumentParser, texts: Sequence[str]) -> dict[str, str]:
+    """The arms' URLs; none where there is no `--attach`."""
+    pairs = [_arm_and_url(parser, text) for text in texts]
+    arms = sorted(arm for arm, _ in pairs)
+    if arms and arms != sorted(ARMS):
+        parser.error(f"--attach: {', '.join(arms)}, allowed: one URL each for {' and '.join(ARMS)}")
+    if pairs and len({url for _, url in pairs}) < len(ARMS):
+        parser.error(f"--attach: {pairs[0][1]} for both arms, allowed: a server each")
+    return dict(pairs)
 
 
 def _arm_and_url(parser: argparse.ArgumentParser, text: str) -> tuple[str, str]:
     arm, _, url = text.partition("=")
-    if arm not in ARMS or not url.startswith("http://"):
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        port = 80 if parts.port is None else parts.port  # a ValueError where it is no port
+        named = (parts.scheme, parts.path, parts.query, parts.fragment, parts.username) == ("http", "", "", "", None)
+        named = named and bool(parts.hostname) and port > 0
+    except ValueError:
+        named = False
+    if arm not in ARMS or not named:
         parser.error(f"--attach: {text!r}, allowed: {' or '.join(f'{arm}=http://HOST:PORT' for arm in ARMS)}")
-    return arm, url.rstrip("/")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return arm, f"http://{host}:{port}"
 
 
 def _arm_and_variable(parser: argparse.ArgumentParser, text: str) -> tuple[str, str, str]:
@@ -185,13 +276,13 @@ def _order(number: int) -> tuple[str, ...]:
     return ARMS if number % 2 == 0 else ARMS[::-1]
 
 
-def _attached_round(args: argparse.Namespace, number: int, result: dict[str, Any]) -> None:
+def _attached_round(args: argparse.Namespace, number: int, found: dict[str, Any]) -> None:
     facts = {arm: _facts(args, url) for arm, url in args.attach.items()}
     for concurrency in args.concurrency:
         for arm in _order(number):
             row = {"arm": arm, **facts[arm], "round": number, "concurrency": concurrency}
-            result["rows"].append(row | measure(args, args.attach[arm], number, concurrency))
-            _say(result["rows"][-1])
+            found["rows"].append(row | measure(args, args.attach[arm], number, concurrency))
+            _say(found["rows"][-1])
 
 
 def _side_by_side(args: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -199,43 +290,64 @@ def _side_by_side(args: argparse.Namespace, result: dict[str, Any]) -> None:
     ports = {arm: args.port + PORT_STEP * number for number, arm in enumerate(ARMS)}
     warmed = dict.fromkeys(ARMS, 0)  # bytes of each log before the first round that counts
 
-    def one(args: argparse.Namespace, number: int, result: dict[str, Any]) -> None:
+    def one(args: argparse.Namespace, number: int, found: dict[str, Any]) -> None:
         if number == 0:
             warmed.update({arm: log.stat().st_size for arm, log in logs.items()})
-        _attached_round(args, number, result)
+        _attached_round(args, number, found)
+        for arm, log in logs.items():
+            found["plugin"][arm] = _checked(args, arm, log.read_text(errors="replace"), found["rows"])
 
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(ARMS)) as pool:
-        contexts = [_server(args, arm, ports[arm], logs[arm]) for arm in ARMS]
-        # Entered in threads, for a start takes minutes; those that came up are left even where another did not.
-        starts = [pool.submit(stack.enter_context, context) for context in contexts]
-        wait(starts)
-        for start in starts:
-            start.result()
-        args.attach = {arm: f"http://127.0.0.1:{port}" for arm, port in ports.items()}
+    with _running(args, {arm: (ports[arm], logs[arm]) for arm in ARMS}) as urls:
+        args.attach = urls
         _rounds(args, result, one)
         if args.profile:
-            result["profiles"] = {arm: profile(args, url) for arm, url in args.attach.items()}
+            result["profiles"] = {arm: profile(args, url) for arm, url in urls.items()}
     for arm, log in logs.items():
         _read_log(args, arm, log, result, warmed[arm])
-    _write(args.out, result)
 
 
-def _started_round(args: argparse.Namespace, number: int, result: dict[str, Any]) -> None:
+def _started_round(args: argparse.Namespace, number: int, found: dict[str, Any]) -> None:
     for arm in _order(number):
         log = args.out.with_name(f"{args.out.stem}-{arm}-{number}.log")
-        url = f"http://127.0.0.1:{args.port}"
-        with _server(args, arm, args.port, log):
-            facts = _facts(args, url)
+        with _running(args, {arm: (args.port, log)}) as urls:
+            facts = _facts(args, urls[arm])
             for concurrency in args.concurrency:
                 row = {"arm": arm, **facts, "round": number, "concurrency": concurrency}
-                result["rows"].append(row | measure(args, url, number, concurrency))
-                _say(result["rows"][-1])
+                found["rows"].append(row | measure(args, urls[arm], number, concurrency))
+                _say(found["rows"][-1])
             if args.profile and number == args.rounds - 1:
-                result["profiles"][arm] = profile(args, url)
-        _read_log(args, arm, log, result)
+                found["profiles"][arm] = profile(args, urls[arm])
+        _read_log(args, arm, log, found)
 
 
-def _server(args: argparse.Namespace, arm: str, port: int, log: Path) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def _running(args: argparse.Namespace, places: dict[str, tuple[int, Path]]) -> Iterator[dict[str, str]]:
+    """Within, the arms' servers run; yields their URLs. places: each arm's port and log.
+
+    Raises:
+        ServerError: one did not come up, or is not healthy in the end.
+    """
+    stop = threading.Event()
+    with contextlib.ExitStack() as stack:
+        # In threads, for a start takes minutes, and there no signal comes between a process and its end.
+        with ThreadPoolExecutor(len(places)) as pool:
+            try:
+                contexts = [_server(args, arm, port, log, stop) for arm, (port, log) in places.items()]
+                for start in as_completed([pool.submit(stack.enter_context, context) for context in contexts]):
+                    start.result()
+            except BaseException:
+                stop.set()  # the other starts need not come up
+                raise
+        urls = {arm: f"http://127.0.0.1:{port}" for arm, (port, _) in places.items()}
+        yield urls
+        for arm, url in urls.items():
+            if not serving_server.healthy(url):
+                raise ServerError(f"the {arm} server is not healthy after its load: see {places[arm][1]}")
+
+
+def _server(
+    args: argparse.Namespace, arm: str, port: int, log: Path, stop: threading.Event
+) -> contextlib.AbstractContextManager:
     command = [part.replace("{port}", str(port)) for part in args.server]
     traces = args.profile_dir / arm
     traces.mkdir(parents=True, exist_ok=True)
@@ -251,28 +363,28 @@ def _server(args: argparse.Namespace, arm: str, port: int, log: Path) -> context
         path = [str(plugin), str(Path(__file__).resolve().parent), environment.get("PYTHONPATH", "")]
         environment |= {lone_rank.VARIABLE: args.lone_rank, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     url = f"http://127.0.0.1:{port}"
-    return serving_server.started(command, environment, url=url, log=log, timeout_s=args.start_timeout)
+    return serving_server.started(command, environment, url=url, log=log, timeout_s=args.start_timeout, stop=stop)
 
 
-def _read_log(args: argparse.Namespace, arm: str, log: Path, result: dict[str, Any], warmed: int = 0) -> None:
+def _read_log(args: argparse.Namespace, arm: str, log: Path, found: dict[str, Any], warmed: int = 0) -> None:
     """The decode steps of an ended server after the first `warmed` bytes of its log; that all ran as the rows state."""
     data = log.read_bytes()
     steps, text = (part.decode(errors="replace") for part in (data[warmed:], data))
-    result["decode_step_ms"].setdefault(arm, []).append(report.decode_step_ms(steps))
-    result["plugin"][arm] = said = report.plugin_lines(text)
-    answered = any(line.startswith("headfit answered") for line in said)
-    if answered != (arm == report.PLUGIN and args.backend != "flashmla"):
-        raise ServerError(
-            f"the {arm} server's log {'shows' if answered else 'lacks'} calls answered by headfit: {said}"
-        )
-    lone = [line for line in said if line.startswith(lone_rank.SAID)]
-    if bool(lone) != (args.lone_rank is not None):
-        raise ServerError(f"the {arm} server's layers are {'' if lone else 'not '}one rank's: {said}")
-    stated = {(row["num_local_heads"], row["num_heads"]) for row in result["rows"]}
-    for line in said:
-        for heads in re.findall(r"(\d+) of (\d+) heads", line):
-            if stated and tuple(map(int, heads)) not in stated:
-                raise ServerError(f"the {arm} server has other heads than the rows' {stated}: {line}")
+    found["plugin"][arm] = _checked(args, arm, text, found["rows"])
+    found["decode_step_ms"].setdefault(arm, []).append(report.decode_step_ms(steps))
+
+
+def _checked(args: argparse.Namespace, arm: str, text: str, rows: Sequence[report.Row]) -> list[str]:
+    """What the plugin said in a server's log.
+
+    Raises:
+        ServerError: it does not bear out the rows.
+    """
+    said = report.plugin_lines(text)
+    is_lone_rank = args.lone_rank is not None
+    if fault := report.log_fault(said, arm, rows, backend=args.backend, is_lone_rank=is_lone_rank):
+        raise ServerError(fault)
+    return said
 
 
 def measure(args: argparse.Namespace, url: str, number: int, concurrency: int) -> dict[str, Any]:
@@ -305,28 +417,43 @@ def profile(args: argparse.Namespace, url: str) -> dict[str, Any]:
     thread.start()
     time.sleep(PREFILL_S)
     post(url, "/start_profile", {"num_steps": PROFILED_STEPS, "activities": ["GPU"]})
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + TRACE_S
     while not (traces := sorted(set(args.profile_dir.rglob("*TP-0*.trace.json.gz")) - before)):
         if time.monotonic() > deadline:
             raise ServerError(f"the profiler left no trace under {args.profile_dir}")
         time.sleep(0.25)
     if not thread.is_alive():
         raise ServerError("the profiled load ended before its profile; give more --output-tokens")
-    time.sleep(1)  # it may still be written
+    events = _trace_events(traces[-1], deadline)
     with contextlib.suppress(ServerError):  # what the load was for is done
         post(url, "/abort_request", {"abort_all": True})
     thread.join()
-    with gzip.open(traces[-1], "rt") as stream:
-        events = json.load(stream)["traceEvents"]
     return {"steps": PROFILED_STEPS, "concurrency": args.profile, **report.kernel_shares(events, ATTENTION_KERNELS)}
+
+
+def _trace_events(path: Path, deadline: float) -> list[dict[str, Any]]:
+    """A trace's events, once it reads whole: it is there before all of it is written."""
+    while True:
+        try:
+            with gzip.open(path, "rt") as stream:
+                return json.load(stream)["traceEvents"]
+        except (EOFError, OSError, ValueError, KeyError, TypeError, zlib.error) as error:
+            if time.monotonic() > deadline:
+                raise ServerError(f"the trace {path} does not read whole: {type(error).__name__}: {error}") from error
+        time.sleep(0.25)
 
 
 def _facts(args: argparse.Namespace, url: str) -> dict[str, Any]:
     """What the server says of itself, and the heads that follow from it."""
     info = get(url, "/server_info")
-    num_heads = args.num_heads or _configured_heads(info.get("model_path"))
-    tp_size = int(info["tp_size"])
-    attn_tp_size = tp_size // int(info.get("dp_size") or 1) if info.get("enable_dp_attention") else tp_size
+    try:
+        num_heads = args.num_heads or _configured_heads(info.get("model_path"))
+        tp_size, dp_size = int(info["tp_size"]), int(info.get("dp_size") or 1)
+        attn_tp_size = tp_size // dp_size if info.get("enable_dp_attention") else tp_size
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(f"{url}/server_info gives no sizes: {type(error).__name__}: {error}") from error
+    if attn_tp_size < 1:
+        raise ServerError(f"{url}/server_info: tp_size {tp_size} and dp_size {dp_size}")
     if args.lone_rank is not None:
         if tp_size != 1:
             raise ServerError(f"--lone-rank: the server's tp_size is {tp_size}, allowed: 1")
@@ -356,6 +483,7 @@ def _say(row: dict[str, Any]) -> None:
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     result["summary"] = report.summarise(result["rows"])
+    result["num_errors"] = sum(row["num_errors"] for row in result["rows"])
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     temporary.replace(path)

@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
-_REASON = re.compile(rb'"finish_reason"\s*:\s*\{[^}]*"type"\s*:\s*"(\w+)"')
+_REASON = re.compile(rb'"finish_reason"\s*:\s*[^\sn]')  # of an event that gives one, not null
+_STATUS = re.compile(r"HTTP/1\.[01] (\d{3})(?: |$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ def run_load(
 ) -> list[Request]:
     """Send every prompt (token ids), `concurrency` of them at a time, and wait for all.
 
-    Greedy, exactly `max_new_tokens` a request unless the server stops earlier. A failed request is reported, not
-    raised.
+    Greedy, exactly `max_new_tokens` a request. One that ends otherwise, or whose answer cannot be read, is reported as
+    failed, with what the server said of it, not raised.
 
     Raises:
         ValueError: concurrency or max_new_tokens below 1.
@@ -67,7 +68,7 @@ async def _run_all(url, prompts, concurrency, max_new_tokens, timeout_s) -> list
             start = time.perf_counter()
             try:
                 return await asyncio.wait_for(_request(url, prompt, max_new_tokens, start), timeout_s)
-            except (OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
+            except (OSError, ValueError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError) as error:
                 now = time.perf_counter()
                 return Request(start, now, now, 0, error=f"{type(error).__name__}: {error}")
 
@@ -81,7 +82,7 @@ async def _request(url: str, prompt: list[int], max_new_tokens: int, start: floa
         "stream": True,
     }
     first = last = start
-    tokens, reason = 0, ""
+    tokens, reason = 0, {}
     async for event in _events(url, "/generate", body):
         if b'"error"' in event and not _TOKENS.search(event):
             raise ValueError(event.decode(errors="replace")[:200])
@@ -89,11 +90,21 @@ async def _request(url: str, prompt: list[int], max_new_tokens: int, start: floa
         if match := _TOKENS.search(event):
             first = last if tokens == 0 else first
             tokens = int(match[1])
-        if match := _REASON.search(event):
-            reason = match[1].decode()
-    if tokens == 0:
-        raise ValueError("the stream ended without a token")
-    return Request(start, first, last, tokens, reason)
+        if _REASON.search(event):
+            reason = _finish_reason(event)
+    if reason.get("type") != "length" or tokens != max_new_tokens:
+        ended = f"by {json.dumps(reason)[:500]}" if reason else "without a reason"
+        raise ValueError(f"the request ended after {tokens} of {max_new_tokens} tokens {ended}")
+    return Request(start, first, last, tokens, reason["type"])
+
+
+def _finish_reason(event: bytes) -> dict[str, Any]:
+    """What the server says of a request's end: `type`, and `message` of an abort."""
+    try:
+        reason = json.loads(event)["meta_info"]["finish_reason"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an event without meta_info: {event[:200].decode(errors='replace')}") from error
+    return reason if isinstance(reason, dict) else {"type": reason}
 
 
 async def _events(url: str, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -124,7 +135,9 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, bool]:
     """The status code, and whether the body comes in chunks."""
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     chunked = any(line.lower().replace(" ", "") == "transfer-encoding:chunked" for line in lines[1:])
-    return int(lines[0].split(" ", 2)[1]), chunked
+    if not (status := _STATUS.match(lines[0])):
+        raise ValueError(f"no HTTP status line: {lines[0][:200]!r}")
+    return int(status[1]), chunked
 
 
 async def _body(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:

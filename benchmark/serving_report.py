@@ -11,6 +11,11 @@ import lone_rank
 from serving_client import Request
 
 STOCK, PLUGIN = "stock", "plugin"
+FACTS = ("sglang", "tp_size", "num_heads", "num_local_heads")  # what a row says of its server
+FIGURES = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p99")  # the table's
+KERNEL_SAID = "decode kernel: "  # in a worker's one line, before what it runs
+OWN_KERNEL = "the server's own"
+NOT_OURS = ("stands down", "headfit leaves a decode call", "could not be prepared")  # each a warning
 # One-sided 95% quantiles of Student's t by degrees of freedom 1..15; beyond, the last one is an upper bound.
 _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 _DECODE_LINE = re.compile(
@@ -61,9 +66,44 @@ def decode_step_ms(log: str) -> dict[str, float]:
 
 def plugin_lines(log: str) -> list[str]:
     """What the plugin said in a server's log: which kernel runs and why, and that it answered calls; each once."""
-    marks = ("decode kernel: ", "headfit answered ", "stands down", "headfit leaves a decode call", lone_rank.SAID)
+    marks = (KERNEL_SAID, "headfit answered ", *NOT_OURS, lone_rank.SAID)
     found = [line[line.index("headfit") :] for line in log.splitlines() if "headfit" in line]
     return list(dict.fromkeys(line for line in found if any(mark in line for mark in marks)))
+
+
+def log_fault(said: Sequence[str], arm: str, rows: Sequence[Row], *, backend: str, is_lone_rank: bool) -> str:
+    """Why a server's `plugin_lines` do not bear out its arm and its rows' facts; empty where they do.
+
+    backend: the plugin arm's HEADFIT_BACKEND. All workers must have said that they run it, and no call may have gone
+    to the server's kernel; with `flashmla` that kernel runs.
+    """
+    if arm == PLUGIN and (line := next((line for line in said if any(mark in line for mark in NOT_OURS)), "")):
+        return f"the plugin server does not run as told: {line}"
+    own = backend == "flashmla"
+    answered = any(line.startswith("headfit answered") for line in said)
+    if answered != (arm == PLUGIN and not own):
+        return f"the {arm} server's log {'shows' if answered else 'lacks'} calls answered by headfit: {said}"
+    lone = any(line.startswith(lone_rank.SAID) for line in said)
+    if lone != is_lone_rank:
+        return f"the {arm} server's layers are {'' if lone else 'not '}one rank's: {said}"
+    stated = {(row["num_local_heads"], row["num_heads"]) for row in rows}
+    for line in said:
+        for heads in re.findall(r"(\d+) of (\d+) heads", line):
+            if stated and tuple(map(int, heads)) not in stated:
+                return f"the {arm} server has other heads than the rows' {stated}: {line}"
+    num_workers = max((row["tp_size"] for row in rows if row["arm"] == arm), default=1)
+    return _workers_fault(said, num_workers, own=own) if arm == PLUGIN else ""
+
+
+def _workers_fault(said: Sequence[str], num_workers: int, *, own: bool) -> str:
+    lines = [line for line in said if KERNEL_SAID in line]
+    processes = {match[1] for line in lines if (match := re.search(r"process (\d+) ", line))}
+    if len(processes) < num_workers:
+        return f"{len(processes)} of the plugin server's {num_workers} workers said which kernel decodes: {said}"
+    for line in lines:
+        if line.partition(KERNEL_SAID)[2].startswith(OWN_KERNEL) != own:
+            return f"the plugin server runs {'another kernel than ' if own else ''}{OWN_KERNEL}: {line}"
+    return ""
 
 
 def kernel_shares(events: Iterable[dict[str, Any]], attention: str) -> Row:
@@ -122,14 +162,31 @@ def table(rows: Sequence[Row]) -> list[str]:
         for arm in (STOCK, PLUGIN):
             some = [row for row in rows if (row["concurrency"], row["arm"]) == (concurrency, arm)]
             if some:
-                names = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p99")
-                figures = "".join(f"{_median(some, name):>10}" for name in names)
+                figures = "".join(f"{_median(some, name):>10}" for name in FIGURES)
                 errors = f"{sum(row['num_errors'] for row in some)}/{sum(row['num_requests'] for row in some)}"
                 lines.append(f"{concurrency:>11} {arm:<7}{figures}{errors:>8}")
         if found := summary.get(str(concurrency)):
             bound = "" if found["ratio_lower_95"] is None else f", at least {found['ratio_lower_95']:.3f} (95%)"
             lines.append(f"{'':>11} plugin/stock {found['ratio_median']:.3f}{bound}, {found['pairs']} pairs")
     return lines
+
+
+def notes(result: Row) -> list[str]:
+    """What a reader of the table must know besides, a line each."""
+    lines = []
+    if result.get("complete") is False:
+        lines.append(f"incomplete: {result.get('error', 'the run has not ended')}")
+    if result.get("verified") is False:
+        lines.append("not verified: nothing shows which kernel ran, for no server's log was read")
+    return lines
+
+
+def is_result(found: Any) -> bool:
+    """Whether a file's JSON is a result of this benchmark, with all that `table` and `plot` read."""
+    if not isinstance(found, dict) or found.get("benchmark") != "serving" or not isinstance(found.get("rows"), list):
+        return False
+    wanted = {"arm", "round", "concurrency", "num_errors", "num_requests", *FIGURES, *FACTS}
+    return all(isinstance(row, dict) and wanted <= set(row) for row in found["rows"])
 
 
 def _median(rows: Sequence[Row], name: str) -> str:

@@ -1,11 +1,17 @@
 """The serving benchmark against a small server of our own: what it measures, writes and refuses."""
 
+import contextlib
+import gzip
+import inspect
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -23,19 +29,24 @@ SMALL = ["--num-heads", "64", "--concurrency", "1", "4", "--prompt-tokens", "8",
 SMALL += ["--requests-per-slot", "2", "--start-timeout", "30", "--warm-up-rounds", "0"]
 
 
-@pytest.fixture
-def port():
+def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
 
 
 @pytest.fixture
-def server(port):
+def port():
+    return free_port()
+
+
+@pytest.fixture
+def server():
     """start(*arguments, **environment) -> URL"""
     processes = []
 
     def start(*arguments, **environment):
+        port = free_port()
         command = [sys.executable, str(FAKE), str(port), *arguments]
         processes.append(subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL))
         url = f"http://127.0.0.1:{port}"
@@ -50,8 +61,16 @@ def server(port):
 
 
 def run(out, port, *arguments, fake=()):
-    command = ["--out", str(out), "--port", str(port), *SMALL, *arguments]
-    return serving.main([*command, "--", sys.executable, str(FAKE), "{port}", *fake])
+    return serving.main(command_line(out, port, *arguments, fake=fake))
+
+
+def command_line(out, port, *arguments, fake=()):
+    options = ["--out", str(out), "--port", str(port), *SMALL, *arguments]
+    return [*options, "--", sys.executable, str(FAKE), "{port}", *fake]
+
+
+def attached(server):
+    return [f"--attach={arm}={server()}" for arm in serving.ARMS]
 
 
 def test_arms_alternate_and_the_faster_one_wins(tmp_path, port, capsys):
@@ -74,20 +93,21 @@ def test_arms_alternate_and_the_faster_one_wins(tmp_path, port, capsys):
         assert (row["num_requests"], row["num_errors"], row["num_length_stops"]) == (count, 0, count)
         assert row["num_output_tokens"] == 12 * count
         step = 20.0 if row["arm"] == "stock" else 10.0
-        assert step <= row["tpot_ms_p50"] < 4 * step and row["ttft_ms_p50"] >= 5 * step
+        assert 0.9 * step <= row["tpot_ms_p50"] < 4 * step and row["ttft_ms_p50"] >= 5 * step
     summary = result["summary"]["4"]
     assert summary["pairs"] == 2 and summary["ratio_median"] > 1.1
     assert result["decode_step_ms"]["stock"][0]["2"] == pytest.approx(20.0)
     assert result["decode_step_ms"]["plugin"][1]["2"] == pytest.approx(10.0)
     assert result["plugin"]["stock"] == [] and "headfit answered 1 decode calls" in result["plugin"]["plugin"]
+    assert result["complete"] and result["verified"] and result["num_errors"] == 0 and "error" not in result
     printed = capsys.readouterr().out.splitlines()
+    assert "verified" not in "".join(printed[:-1]) and json.loads(printed[-1])["complete"]
     assert json.loads(printed[-1])["summary"] == result["summary"] and "plugin/stock" in "".join(printed)
     assert not serving_server.healthy(f"http://127.0.0.1:{port}"), "the last server still runs"
     assert "/flush_cache" in (tmp_path / "result-stock-0.log").read_text()
 
 
-def test_plot_of_a_written_result(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def written_result(path, **others):
     facts = {"sglang": "0", "tp_size": 8, "num_heads": 128, "num_local_heads": 16, "num_errors": 0, "num_requests": 1}
     figures = {"ttft_ms_p50": 1.0, "tpot_ms_p50": 2.0, "tpot_ms_p99": None}
     rows = [
@@ -96,18 +116,48 @@ def test_plot_of_a_written_result(tmp_path, capsys):
         for number in range(2)
         for count in (1, 8)
     ]
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps({"rows": rows}))
+    path.write_text(json.dumps({"benchmark": "serving", "rows": rows} | others))
+    return path
+
+
+def test_plot_of_a_written_result(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = written_result(tmp_path / "result.json")
     assert serving.main(["--plot", str(path)]) == 0
     assert (tmp_path / "result.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "plugin/stock 1.200, at least 1.200 (95%), 2 pairs" in printed and " 960.00" in printed
+    assert "verified" not in printed and "incomplete" not in printed
 
 
-def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
-    url = server()
+def test_the_table_needs_no_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = written_result(tmp_path / "result.json", complete=False, error="ended by SIGTERM", verified=False)
+    assert serving.main(["--plot", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert "plugin/stock 1.200" in printed.out and "incomplete: ended by SIGTERM" in printed.out
+    assert "nothing shows which kernel ran" in printed.out
+    (line,) = printed.err.splitlines()
+    assert "matplotlib is needed" in line and not (tmp_path / "result.png").exists()
+
+
+@pytest.mark.parametrize(
+    "text", [None, "no JSON", "[]", '{"benchmark": "mqa_layer", "rows": []}', '{"benchmark": "serving", "rows": [{}]}']
+)
+def test_only_a_result_of_this_benchmark_is_plotted(tmp_path, capsys, text):
+    path = tmp_path / "result.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        serving.main(["--plot", str(path)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--plot: '{path}'" in said and "allowed: a result of this benchmark" in said
+
+
+def test_attached_servers_alternate_within_a_concurrency(tmp_path, server, capsys):
     out = tmp_path / "result.json"
-    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}/"]
+    attach = ["--attach", f"stock={server()}", "--attach", f"plugin={server()}/"]
     assert serving.main(["--out", str(out), *SMALL, "--rounds", "1", *attach]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["concurrency"], row["arm"]) for row in rows] == [
@@ -116,12 +166,14 @@ def test_attached_servers_alternate_within_a_concurrency(tmp_path, server):
         (4, "stock"),
         (4, "plugin"),
     ]
-    assert "gpu" not in json.loads(out.read_text())  # the servers may run anywhere
+    result = json.loads(out.read_text())
+    assert "gpu" not in result  # the servers may run anywhere
+    assert (result["complete"], result["verified"]) == (True, False)
+    assert "nothing shows which kernel ran" in capsys.readouterr().out
 
 
 def test_the_first_round_is_left_out(tmp_path, server, capsys):
-    url, out = server(), tmp_path / "result.json"
-    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}"]
+    out, attach = tmp_path / "result.json", attached(server)
     assert serving.main(["--out", str(out), *SMALL, "--rounds", "1", "--warm-up-rounds", "1", *attach]) == 0
     assert [row["round"] for row in json.loads(out.read_text())["rows"]] == [0] * 4
     said = capsys.readouterr().out
@@ -136,8 +188,7 @@ def test_the_warm_up_round_is_not_all_that_a_short_run_does(tmp_path, server, mo
         return {"num_errors": int(number < 0), "output_tokens_per_s": None if number < 0 else 1.0, "tpot_ms_p50": 1.0}
 
     monkeypatch.setattr(serving, "measure", measure)
-    url, out = server(), tmp_path / "result.json"
-    attach = ["--attach", f"stock={url}", "--attach", f"plugin={url}"]
+    out, attach = tmp_path / "result.json", attached(server)
     options = ["--rounds", "5", "--warm-up-rounds", "1", "--stop-after", "1e-6"]
     monkeypatch.setattr(report, "table", lambda rows: [])
     monkeypatch.setattr(report, "summarise", lambda rows: {})
@@ -209,6 +260,216 @@ def test_a_failed_request_is_counted_and_gets_no_time(tmp_path, port, capsys):
     assert "HTTP 400" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("abort", "ended after 1 of 5 tokens by"),
+        ("shorten", "ended after 4 of 5 tokens by"),
+        ("garble", "no HTTP status line: 'HTTP/1.1'"),
+    ],
+)
+def test_a_request_that_ends_otherwise_is_that_requests_error(server, fault, message):
+    requests = run_load(server(f"--{fault}-every", "3"), [[1, 2]] * 6, concurrency=2, max_new_tokens=5)
+    failed = [request for request in requests if request.error]
+    assert len(failed) == 2 and all(message in request.error for request in failed)
+    assert all("planted {abort}" in request.error for request in failed) == (fault == "abort")
+    row = report.metrics(requests)
+    assert (row["num_errors"], row["num_length_stops"], row["num_output_tokens"]) == (2, 4, 20)
+
+
+@pytest.mark.parametrize("mode", [[], ["--side-by-side"]])
+@pytest.mark.parametrize(
+    "fake, message",
+    [
+        (["--say", "WARNING headfit 0 stands down, SGLang 0 runs as stock: planted"], "headfit 0 stands down, SGLang"),
+        (["--say", "headfit leaves a decode call to the server's kernel: planted"], "headfit leaves a decode call to"),
+        (["--say", "headfit: x could not be prepared for 8 heads: planted"], "x could not be prepared for 8 heads"),
+        (["--workers", "3"], "3 of the plugin server's 4 workers said which kernel decodes"),
+    ],
+)
+def test_a_plugin_that_does_not_run_as_told_is_an_error(tmp_path, port, capsys, mode, fake, message):
+    out = tmp_path / "result.json"
+    out.write_text("an earlier result")
+    options = ["--rounds", "1", "--warm-up-rounds", "1", "--concurrency", "1", *mode]
+    assert run(out, port, *options, fake=fake) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and "round 0" not in printed.out
+    assert out.read_text() == "an earlier result"
+
+
+def worker_lines(*kernels):
+    line = "headfit 0 in SGLang 0, process {} on sm90: 32 of 64 heads, 6 layers; decode kernel: {}; sinks: views"
+    return [line.format(100 + number, kernel) for number, kernel in enumerate(kernels)]
+
+
+@pytest.mark.parametrize(
+    "said, backend, fault",
+    [
+        ([*worker_lines("a (auto)", "a (auto)"), "headfit answered 1 decode calls"], "auto", ""),
+        ([*worker_lines("a (auto)")[:1] * 2, "headfit answered 1 decode calls"], "auto", "1 of the plugin server's 2"),
+        (["headfit answered 1 decode calls"], "auto", "0 of the plugin server's 2 workers"),
+        (
+            [*worker_lines("a", "the server's own (no compiler)"), "headfit answered 1 decode calls"],
+            "auto",
+            "runs the server's own: headfit 0 in SGLang 0, process 101",
+        ),
+        (worker_lines("the server's own", "the server's own"), "flashmla", ""),
+        (worker_lines("the server's own", "a"), "flashmla", "runs another kernel than the server's own"),
+    ],
+)
+def test_what_the_workers_must_have_said(said, backend, fault):
+    rows = [{"arm": arm, "tp_size": 2, "num_heads": 64, "num_local_heads": 32} for arm in serving.ARMS]
+    found = report.log_fault(said, "plugin", rows, backend=backend, is_lone_rank=False)
+    assert fault in found and bool(fault) == bool(found)
+
+
+def test_a_fault_after_the_last_round_leaves_an_incomplete_result(tmp_path, port, capsys, monkeypatch):
+    monkeypatch.setattr(serving, "PREFILL_S", 0.1)
+    options = ["--rounds", "1", "--side-by-side", "--concurrency", "1", "--profile", "2"]
+    fake = ["--say-late", "headfit leaves a decode call to the server's kernel: planted"]
+    out = tmp_path / "result.json"
+    assert run(out, port, *options, "--profile-dir", str(tmp_path / "profile"), fake=fake) == 1
+    result = json.loads(out.read_text())
+    assert result["complete"] is False and "planted" in result["error"] and len(result["rows"]) == 2
+
+
+def test_a_server_that_ends_in_a_round_leaves_the_rounds_before(tmp_path, port, capsys):
+    out = tmp_path / "result.json"
+    # Of the plugin's server: one request warms, two are measured, a round; the first of the next round is its last.
+    options = ["--rounds", "3", "--side-by-side", "--concurrency", "1"]
+    assert run(out, port, *options, fake=["--die-at", "4"]) == 1
+    result = json.loads(out.read_text())
+    assert [row["round"] for row in result["rows"]] == [0, 0] and result["num_errors"] == 0
+    assert result["complete"] is False and "/flush_cache" in result["error"] and result["summary"]["1"]["pairs"] == 1
+
+
+def test_a_server_that_ends_in_its_last_measurement_is_an_error(tmp_path, port, capsys):
+    out = tmp_path / "result.json"
+    assert run(out, port, "--rounds", "1", "--concurrency", "1", fake=["--die-at", "3"]) == 1
+    assert "the plugin server is not healthy after its load" in capsys.readouterr().err and not out.exists()
+
+
+def interrupted(out, port, number, until, *arguments, fake=()):
+    """(exit code, seconds to its end) of a process that runs the benchmark and gets a signal once `until()`."""
+    command = [sys.executable, str(BENCHMARK / "serving.py"), *command_line(out, port, *arguments, fake=fake)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while not until():
+            assert process.poll() is None
+            time.sleep(0.05)
+        begin = time.monotonic()
+        process.send_signal(number)
+        time.sleep(0.1)
+        process.send_signal(number)  # which does not cut the end short
+        process.wait(60)
+        return process.returncode, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_servers_and_leaves_the_rounds_before(tmp_path, port, number, code):
+    out = tmp_path / "result.json"
+    options = ["--rounds", "99", "--concurrency", "1", "--side-by-side"]
+    found, _ = interrupted(out, port, number, out.exists, *options)
+    assert found == code
+    result = json.loads(out.read_text())
+    assert result["complete"] is False and result["error"] == f"ended by {number.name}"
+    assert result["rows"] and len(result["rows"]) % 2 == 0
+    for other in (port, port + serving.PORT_STEP):
+        assert not serving_server.healthy(f"http://127.0.0.1:{other}")
+
+
+@pytest.mark.parametrize("mode", [[], ["--side-by-side"]])
+def test_a_signal_ends_servers_that_still_start(tmp_path, port, mode):
+    def starts():
+        logs = list(tmp_path.glob("*.log"))
+        return len(logs) == 1 + bool(mode) and all("starts" in log.read_text() for log in logs)
+
+    out = tmp_path / "result.json"
+    found, seconds = interrupted(out, port, signal.SIGINT, starts, *mode, fake=["--slow-start", "25"])
+    assert found == 130 and seconds < 12 and not out.exists()
+
+
+def test_a_start_is_not_awaited_once_another_failed(tmp_path, port, capsys):
+    begin = time.monotonic()
+    shell = ["sh", "-c", 'test "$HEADFIT_BACKEND" = off && exit 7; sleep 25']
+    options = ["--out", str(tmp_path / "result.json"), "--port", str(port), *SMALL, "--side-by-side"]
+    assert serving.main([*options, "--", *shell]) == 1
+    assert "the server ended with 7" in capsys.readouterr().err and time.monotonic() - begin < 12
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with serving_server.signals_raised():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(serving_server.Signalled, match="SIGTERM"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_server_command_that_cannot_run_is_an_error(tmp_path, port, capsys):
+    out = tmp_path / "result.json"
+    assert serving.main(["--out", str(out), "--port", str(port), *SMALL, "--", "no-such-command"]) == 1
+    assert "the server command does not run: " in (said := capsys.readouterr().err) and "'no-such-command'" in said
+
+
+def test_a_server_that_says_nothing_of_itself_is_an_error(tmp_path, port, capsys):
+    assert run(tmp_path / "result.json", port, fake=["--no-info"]) == 1
+    assert "/server_info gives no sizes: KeyError: 'tp_size'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def garbage():
+    """The URL of a port that answers every connection with what is no HTTP."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(65_536)
+                        connection.sendall(b"SSH-2.0-garbage\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_server_that_speaks_no_http_is_an_error(tmp_path, server, garbage, capsys):
+    assert not serving_server.healthy(garbage)
+    attach = [f"--attach=stock={garbage}", f"--attach=plugin={server()}"]
+    assert serving.main(["--out", str(tmp_path / "result.json"), *SMALL, *attach]) == 1
+    assert f"{garbage}/server_info: BadStatusLine: SSH-2.0-garbage" in capsys.readouterr().err
+
+
+def test_a_server_that_hangs_costs_a_flush_no_more_than_its_time(server):
+    url, begin = server("--hang"), time.monotonic()
+    with pytest.raises(serving_server.ServerError, match="/flush_cache"):
+        serving_server.flush_cache(url, timeout_s=1.0)
+    assert time.monotonic() - begin < 3
+    assert inspect.signature(serving_server.flush_cache).parameters["timeout_s"].default <= 30
+
+
+def test_a_trace_is_read_once_it_is_whole(tmp_path, port, monkeypatch):
+    monkeypatch.setattr(serving, "PREFILL_S", 0.1)
+    monkeypatch.setattr(serving, "ARMS", ("plugin",))
+    options = ["--rounds", "1", "--concurrency", "1", "--profile", "2", "--profile-dir", str(tmp_path / "profile")]
+    out = tmp_path / "result.json"
+    assert run(out, port, *options, fake=["--slow-trace", "2.5"]) == 0
+    assert json.loads(out.read_text())["profiles"]["plugin"]["total_us"] == 100.0
+
+
+def test_a_trace_that_stays_cut_is_an_error(tmp_path):
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": []}')[:-12])
+    with pytest.raises(serving_server.ServerError, match="does not read whole: EOFError"):
+        serving._trace_events(path, time.monotonic())
+
+
 def test_a_server_that_ends_is_an_error_with_its_log(tmp_path, port, capsys):
     assert run(tmp_path / "result.json", port, fake=["--die"]) == 1
     assert "the server ended with 1" in (text := capsys.readouterr().err) and "planted end" in text
@@ -218,7 +479,10 @@ def test_an_arm_that_did_not_run_the_plugin_is_an_error(tmp_path, port, capsys):
     assert run(tmp_path / "result.json", port, "--rounds", "1", "--concurrency", "1", fake=["--silent"]) == 1
     assert "the plugin server's log lacks calls answered by headfit" in capsys.readouterr().err
     quiet = ["--rounds", "1", "--concurrency", "1", "--backend", "flashmla"]
-    assert run(tmp_path / "result.json", port, *quiet, fake=["--silent"]) == 0
+    own = ["--kernel", "the server's own (HEADFIT_BACKEND=flashmla)"]
+    assert run(tmp_path / "result.json", port, *quiet, fake=own) == 0
+    assert run(tmp_path / "result.json", port, *quiet, fake=["--silent"]) == 1
+    assert "0 of the plugin server's 4 workers said which kernel decodes" in capsys.readouterr().err
 
 
 def test_profile_of_the_last_round(tmp_path, port, monkeypatch):
@@ -234,13 +498,12 @@ def test_profile_of_the_last_round(tmp_path, port, monkeypatch):
     assert (found["concurrency"], found["attention_us"], found["total_us"]) == (2, 25.0, 100.0)
 
 
-def test_a_port_in_use_is_an_error(tmp_path, port, server, capsys):
-    server()
-    assert run(tmp_path / "result.json", port) == 1
+def test_a_port_in_use_is_an_error(tmp_path, server, capsys):
+    assert run(tmp_path / "result.json", server().rpartition(":")[2]) == 1
     assert "is served by another process" in capsys.readouterr().err
 
 
-def test_client_keeps_the_concurrency_and_survives_no_server(server, port):
+def test_client_keeps_the_concurrency_and_survives_no_server(server):
     requests = run_load(server(), [[1, 2]] * 6, concurrency=2, max_new_tokens=5)
     assert [request.num_tokens for request in requests] == [5] * 6
     events = [(r.start, 1) for r in requests] + [(r.last, -1) for r in requests]
@@ -266,6 +529,22 @@ def test_client_keeps_the_concurrency_and_survives_no_server(server, port):
         (["--out", "x", "--env", "STOCK:A=1", "--", "python"], "--env: 'STOCK:A=1', allowed: stock:NAME=VALUE or"),
         (["--out", "x", "--env", "stock:A", "--", "python"], "--env: 'stock:A'"),
         (["--out", "x", "--side-by-side", *(f"--attach={arm}=http://a:1" for arm in serving.ARMS)], "need servers"),
+        (["--out", "x", *(f"--attach={arm}=http://a:1" for arm in serving.ARMS)], "http://a:1 for both arms"),
+        (["--out", "x", *(f"--attach=stock=http://{host}:1" for host in "abc")], "--attach: stock, stock, stock"),
+        (["--out", "x", "--attach=stock=http://a:b"], "--attach: 'stock=http://a:b', allowed: stock=http://HOST:PORT"),
+        (["--out", "x", "--attach=stock=http://a:70000"], "--attach: 'stock=http://a:70000'"),
+        (["--out", "x", "--attach=stock=http://:1"], "--attach: 'stock=http://:1'"),
+        (["--out", "x", "--attach=stock=http://a:1/v1"], "--attach: 'stock=http://a:1/v1'"),
+        (["--out", "no-folder/x", "--", "python"], "--out: 'no-folder/x', allowed: a file in a folder that exists"),
+        (["--out", "/", "--", "python"], "--out: '/', allowed: a file"),
+        (["--out", "x", "--vocab-size", "2", "--", "python"], "--vocab-size: 2, allowed: at least 3"),
+        (["--out", "x", "--port", "65536", "--", "python"], "--port: 65536, allowed: 1 to 65535"),
+        (["--out", "x", "--port", "0", "--", "python"], "--port: 0, allowed: 1 to 65535"),
+        (["--out", "x", "--port", "http", "--", "python"], "--port: 'http', allowed: a whole number, 1 to 65535"),
+        (["--out", "x", "--side-by-side", "--port", "65530", "--", "python"], "--port: 65530, allowed with"),
+        (["--out", "x", "--profile", "0", "--", "python"], "--profile: 0, allowed: at least 1"),
+        (["--out", "x", "--backend", "cuda", "--", "python"], "--backend: 'cuda', allowed: auto, sparse_mqa_cuda"),
+        (["--out", "x", "--backend", "off", "--", "python"], "--backend: 'off', allowed: auto, sparse_mqa_cuda"),
         (["--out", "x", "--rounds", "0", "--", "python"], "--rounds: 0"),
         (["--out", "x", "--concurrency", "0", "--", "python"], "--concurrency: 0"),
         (["--out", "x", "--num-heads", "-1", "--", "python"], "--num-heads: -1"),
@@ -281,6 +560,11 @@ def test_what_cannot_run_is_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         serving.parse(arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_help_needs_neither_torch_nor_headfit():
+    code = "import sys, serving; sys.exit(any(name.split('.')[0] in ('torch', 'headfit') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=BENCHMARK).returncode == 0
 
 
 def test_metrics_by_hand():
