@@ -6,26 +6,29 @@ Needs as many Hopper GPUs as `--tp-size` (or `--one-gpu`), an SGLang that serves
 point. Each arm is a server; all start at once and share the GPUs (`--side-by-side` starts fewer at a time), and one at
 a time is asked:
 
-    | arm    | what                                                                      |
-    |--------|---------------------------------------------------------------------------|
-    | stock  | `HEADFIT_BACKEND=off`: the server's kernel, padded as the server pads      |
-    | padded | the same, padded to 128 heads                                             |
-    | plugin | headfit                                                                   |
-    | fault  | headfit, every decode call with a neighbour rank's sinks                   |
-    | eager  | headfit without CUDA graphs, with `HEADFIT_CHECK=1`: outputs against float64 |
-    | dp     | headfit with DP attention over the ranks (needs `--tp-size` 2 or more)     |
-    | bare   | headfit without a kernel cache to write to; later a worker is killed        |
+    | arm      | what                                                                         |
+    |----------|------------------------------------------------------------------------------|
+    | stock    | `HEADFIT_BACKEND=off`: the server's kernel, padded as the server pads        |
+    | padded   | the same, padded to 128 heads                                                |
+    | plugin   | headfit                                                                      |
+    | fault    | headfit, every decode call with a neighbour rank's sinks                     |
+    | eager    | headfit without CUDA graphs, with `HEADFIT_CHECK=1`: outputs against float64 |
+    | dp       | headfit with DP attention over the ranks (needs `--tp-size` 2 or more)       |
+    | dp_eager | dp and eager in one: what `dp` is compared with                              |
+    | bare     | headfit without a kernel cache to write to; later a worker is killed         |
 
 On one GPU, `--lone-rank 3/8` stands for a rank of attention TP 8 whose other ranks are absent (`lone_rank`), and with
 `--one-gpu` all ranks of a server share the GPU: NCCL takes each for another host's and sums over sockets. That is slow,
 64 ms for the sums of a decode step of two ranks, and otherwise the server that two GPUs would run.
 
 All sequences continue with given tokens, so that the arms stay comparable (`sglang_server_plugin`); the prefix cache is
-off. Compared are log-probabilities of 64 tokens at each decode step. Then new sinks are loaded into the running stock,
-plugin and eager servers, from tensors and from disk, and the same sequences run again.
+off. Compared are log-probabilities of 64 tokens at each decode step, in batches of 8, 3 and 1. Then new sinks are
+loaded into the running stock, plugin and eager servers, from tensors and from disk, and the first 8 sequences run
+again.
 
 The JSON holds `checks` (name, value, limit, holds), `rows` (a checked decode call each: layer, step, relative errors)
-and what each server said. The exit code is 1 where a check does not hold or an arm failed.
+and what each server said; `complete` is false where the run was interrupted, by SIGINT, SIGTERM or SIGHUP. The exit
+code is 1 where a check does not hold, an arm failed or the run was interrupted, 2 where nothing could be started.
 """
 
 import argparse
@@ -37,11 +40,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +60,16 @@ import sglang_server_verdict as verdict  # noqa: E402
 import torch  # noqa: E402
 from measured_on import git_commit, gpu_name  # noqa: E402
 from serving_report import plugin_lines  # noqa: E402
-from serving_server import ServerError, flush_cache, get, healthy, post, started  # noqa: E402
+from serving_server import ServerError, flush_cache, get, healthy, post, signals_raised, started  # noqa: E402
 from sglang_server_plugin import WRITE_EVERY_S, Wishes  # noqa: E402
+
+from headfit.hosts.sglang.settings import BACKENDS  # noqa: E402
 
 PORT_STEP = 20  # apart from one another, for what a server opens next to its own port
 MAX_HEADS = 128  # that the server's kernel has
 ONE_GPU_STEP = 2  # between two ranks' places in `one_gpu_environment`
-END_S = 90.0  # in which a server with a dead worker must have ended
+END_S = 90.0  # in which a server with a dead worker must have ended, its other workers with it
+STOCK_HEADS = (64, 128)  # that the server's kernel takes, and that one rank with all heads is not padded to
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +82,22 @@ class Arm:
     stock: bool = False
 
 
+_EAGER = {"wishes": {"check_every": 8}, "environment": {"HEADFIT_CHECK": "1"}}
+_EAGER_FLAGS = ("--disable-cuda-graph",)
+_DP_FLAGS = ("--enable-dp-attention", "--dp-size", "{tp_size}")
 ARMS = {
     "stock": Arm(stock=True),
     "padded": Arm(stock=True, wishes={"pad_to": 128}),
     "plugin": Arm(),
     "fault": Arm(wishes={"neighbour_sinks": True}),
-    "eager": Arm(wishes={"check_every": 8}, flags=("--disable-cuda-graph",), environment={"HEADFIT_CHECK": "1"}),
-    "dp": Arm(flags=("--enable-dp-attention", "--dp-size", "{tp_size}")),
+    "eager": Arm(flags=_EAGER_FLAGS, **_EAGER),
+    "dp": Arm(flags=_DP_FLAGS),
+    "dp_eager": Arm(flags=(*_EAGER_FLAGS, *_DP_FLAGS), **_EAGER),
     # A folder that is yet to be made, and one that cannot be.
     "bare": Arm(environment={"TRITON_CACHE_DIR": "{folder}/missing/triton", "HEADFIT_CACHE_DIR": "/dev/null/headfit"}),
 }
 UPDATED = ("stock", "plugin", "eager")
+NEEDS_STOCK_KERNEL = ("stock", "padded", "eager")
 
 
 @dataclass(slots=True)
@@ -157,7 +170,26 @@ def logprobs_of(answers: Sequence[dict[str, Any]], prompts: Sequence[list[int]],
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    work = Path(tempfile.mkdtemp(prefix="headfit-servers-"))
+    if reason := obstacle():
+        print(f"no server can run: {reason}", file=sys.stderr)
+        return 2
+    with (
+        signals_raised(),
+        tempfile.TemporaryDirectory(prefix="headfit-servers-", ignore_cleanup_errors=True) as work,
+    ):
+        return run(args, Path(work))
+
+
+def obstacle() -> str:
+    """Why no server can run here; empty where one may."""
+    found = find_spec("sglang")
+    if found is None or found.origin is None:  # None of a folder that only has the name
+        return f"{sys.executable} finds no sglang"
+    return "" if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def run(args: argparse.Namespace, work: Path) -> int:
+    """All arms and the verdict; an interrupted run's, too. `work` is an empty folder. Returns the exit code."""
     model.write_model(work / "model", args.num_heads)
     lone_rank.write_entry_points(
         work / "entry-point",
@@ -178,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "commit": args.commit or git_commit(),
         "steps": args.steps,
         "prompt_sets": args.prompt_sets,
+        "complete": False,
         "arms": {},
         "differences": {},
     }
@@ -185,7 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for first in range(0, len(args.arms), args.side_by_side):
             run_group(args, args.arms[first : first + args.side_by_side], work, found, result)
-    finally:  # of an interrupted run, too
+        result["complete"] = True
+    except KeyboardInterrupt as interrupt:
+        result["interrupted"] = str(interrupt)
+    finally:
         result["differences"] = verdict.differences(found)
         result["checks"] = verdict.checks(result)
         write(args.out, result)
@@ -226,10 +262,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="with --tp-size 1: rank R of attention TP N, on its own",
     )
     parser.add_argument("--one-gpu", action="store_true", help="all ranks of a server on the first GPU")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm != "dp"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm not in verdict.DP])
     parser.add_argument("--steps", type=int, default=32, help="decode steps of a run")
-    parser.add_argument("--prompt-sets", type=int, default=4, help="sets of 8 prompts in the first run of each arm")
-    parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of headfit's arms (default: auto)")
+    parser.add_argument(
+        "--prompt-sets", type=int, default=4, help="sets of prompts in the first run of each arm: 8, 3, 1, 8, ..."
+    )
+    backends = [name for name in BACKENDS if name != "off"]
+    parser.add_argument(
+        "--backend", choices=backends, default="auto", help="HEADFIT_BACKEND of headfit's arms (default: auto)"
+    )
     parser.add_argument("--side-by-side", type=int, default=len(ARMS), help="servers that share the GPUs")
     parser.add_argument("--commit", help="recorded in the result; default: what git says")
     parser.add_argument("--restart", action="store_true", help="start the bare server once more after its end")
@@ -241,6 +282,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("tp_size", "num_heads", "steps", "prompt_sets", "side_by_side"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        parser.error(f"--out: {args.out}, allowed: a file in a folder that exists")
     args.attn_tp_size = args.tp_size
     if args.lone_rank is not None:
         if args.tp_size > 1:
@@ -252,12 +295,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--num-heads: {args.num_heads}, allowed: multiples of the attention TP, {args.attn_tp_size}")
     if (groups := model.CONFIG["o_groups"]) % args.attn_tp_size:
         parser.error(f"attention TP: {args.attn_tp_size}, allowed: divisors of the model's {groups} output groups")
+    if args.num_heads % groups:
+        parser.error(f"--num-heads: {args.num_heads}, allowed: multiples of the model's {groups} output groups")
     if args.num_heads // args.attn_tp_size > MAX_HEADS:
         parser.error(f"--num-heads: {args.num_heads // args.attn_tp_size} a rank, allowed: at most {MAX_HEADS}")
-    if args.attn_tp_size == 1 and args.num_heads not in (64, 128) and {"stock", "padded"} & set(args.arms):
-        parser.error(f"--num-heads: {args.num_heads}, allowed with --tp-size 1: 64, 128 (stock pads only beyond TP 1)")
-    if "dp" in args.arms and args.tp_size == 1:
-        parser.error("--arms dp needs --tp-size 2 or more")
+    if args.num_heads not in STOCK_HEADS:
+        allowed = ", ".join(map(str, STOCK_HEADS))
+        if args.attn_tp_size == 1 and set(NEEDS_STOCK_KERNEL) & set(args.arms):
+            parser.error(
+                f"--num-heads: {args.num_heads}, allowed with --tp-size 1: {allowed} (stock pads only beyond TP 1)"
+            )
+        if "dp_eager" in args.arms:
+            parser.error(f"--num-heads: {args.num_heads}, allowed with --arms dp_eager: {allowed} (each rank has all)")
+    for arm in verdict.DP:
+        if arm in args.arms and args.tp_size == 1:
+            parser.error(f"--arms {arm} needs --tp-size 2 or more")
     return args
 
 
@@ -314,7 +366,8 @@ def running(
     args: argparse.Namespace, arms: Sequence[str], work: Path, result: dict[str, Any], suffix: str = ""
 ) -> Iterator[dict[str, Server]]:
     """Within, the arms' servers run that came up; the others' errors stand in `result`."""
-    servers = {}
+    servers: dict[str, Server] = {}
+    stop = threading.Event()
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(arms)) as pool:
 
         def start(arm: str) -> None:
@@ -330,6 +383,7 @@ def running(
                 url=server.url,
                 log=log,
                 timeout_s=args.start_timeout,
+                stop=stop,
             )
             server.process = context.__enter__()
             stack.push(context)
@@ -337,11 +391,12 @@ def running(
             result["arms"].setdefault(arm, {})[f"ready_s{suffix}"] = round(time.monotonic() - begin, 1)
             print(f"{arm}{suffix}: up after {time.monotonic() - begin:.0f} s", flush=True)
 
-        list(pool.map(lambda arm: attempt(result, arm, lambda: start(arm)), arms))
         try:
+            list(pool.map(lambda arm: attempt(result, arm, lambda: start(arm)), arms))
             yield {arm: servers[arm] for arm in arms if arm in servers}
         finally:  # all at once; the stack waits for one after the other
-            for server in servers.values():
+            stop.set()
+            for server in list(servers.values()):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(server.process.pid, signal.SIGTERM)
                 text = server.log.read_text(errors="replace")
@@ -387,20 +442,33 @@ def close(server: Server, result: dict[str, Any]) -> None:
 
 
 def kill_a_worker(server: Server, result: dict[str, Any]) -> None:
-    """SIGKILL to one worker: the server must end, not hang, and its log says why."""
-    os.kill(server.workers()[-1]["pid"], signal.SIGKILL)
+    """SIGKILL to one worker: the server and its other workers must end, not hang, and its log says why."""
+    pids = [worker["pid"] for worker in server.workers()]
+    os.kill(pids[-1], signal.SIGKILL)
     begin = time.monotonic()
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.process.wait(END_S)
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < begin + END_S:
+        time.sleep(0.2)
     said = [
         line for line in server.log.read_text(errors="replace").splitlines() if re.search("(?i)kill|exit|dead", line)
     ]
     result["arms"]["bare"]["after_kill"] = {
         "ended": server.process.poll() is not None,
         "seconds": round(time.monotonic() - begin, 1),
+        "left": left,
         "serves": healthy(server.url),
         "said": said[-5:],
     }
+
+
+def runs(pid: int) -> bool:
+    """False of a process that has ended, although nobody may have asked for its exit status yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

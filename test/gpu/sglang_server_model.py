@@ -6,11 +6,14 @@ Everything here is a function of its arguments alone, so that the client and eve
 sinks of a layer, the prompts, and the tokens that a sequence is made to continue with.
 """
 
+import argparse
 import json
 import pickle
 import sys
 from base64 import b64encode
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,6 +21,8 @@ VOCAB_SIZE = 32_768
 COMPRESS_RATIOS = (0, 4, 128, 4, 128, 0)
 # Shorter than the window; ratio 128 with few entries; ratio 4 on both sides of the 512 entries that the indexer picks.
 PROMPT_TOKENS = (2240, 2040, 300, 170, 60, 40, 30, 20)
+# Of each set in a circle. A decode step of 3 sequences replays the graph of 4, with a row of padding; 1 has its own.
+PROMPT_SETS = (PROMPT_TOKENS, PROMPT_TOKENS[::3], PROMPT_TOKENS[1:2])
 NUM_WATCHED = 64  # tokens whose log-probabilities are compared at every step
 
 CONFIG = {
@@ -131,9 +136,13 @@ def sink_payload(num_heads: int, seed: int) -> str:
 
 
 def prompts(number: int = 0) -> list[list[int]]:
-    """The `number`-th set of prompts of `PROMPT_TOKENS`."""
+    """The `number`-th set of prompts: 8 of them in set 0, 3 in set 1, 1 in set 2, 8 others in set 3, and so on.
+
+    How long they are says `PROMPT_SETS`.
+    """
     generator = torch.Generator().manual_seed(11 + 100 * number)
-    return [torch.randint(2, VOCAB_SIZE, (count,), generator=generator).tolist() for count in PROMPT_TOKENS]
+    lengths = PROMPT_SETS[number % len(PROMPT_SETS)]
+    return [torch.randint(2, VOCAB_SIZE, (count,), generator=generator).tolist() for count in lengths]
 
 
 def forced_tokens() -> torch.Tensor:
@@ -147,7 +156,23 @@ def watched_tokens() -> list[int]:
     return torch.randperm(VOCAB_SIZE, generator=generator)[:NUM_WATCHED].sort().values.tolist()
 
 
+class _Parser(argparse.ArgumentParser):
+    """What is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is missing")
+    parser.add_argument("num_heads", type=int, metavar="HEADS", help=f"a multiple of {CONFIG['o_groups']}")
+    args = parser.parse_args(arguments)
+    try:
+        write_model(args.folder, args.num_heads)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
-        sys.exit(__doc__)
-    write_model(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.exit(main())

@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import threading
@@ -33,7 +34,7 @@ from headfit.testing.measure import relative_norm
 VARIABLE = "HEADFIT_SERVER_CHECK"
 SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 WEIGHTS = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
-MAX_CHECKED_ROWS = 4  # tokens of a call that are held against float64
+MAX_CHECKED_ROWS = 4  # tokens of a call that are held against float64, which is slow
 WRITE_EVERY_S = 0.3
 
 
@@ -165,6 +166,7 @@ class Worker:
         """Within, decode calls are `layer`'s. Its rank is taken here: headfit may show the forward another one."""
         before = self._state.__dict__.copy()
         self._state.layer = layer
+        self._state.batch = next((one for one in (*args, *kwargs.values()) if hasattr(one, "forward_mode")), None)
         self._state.rank, self._state.size = (
             getattr(layer, name) for name in (self.code.rank_attribute, self.code.size_attribute)
         )
@@ -197,14 +199,18 @@ class Worker:
         if self.wishes.pad_to:
             return self._padded(original, kwargs)
         answer = original(**kwargs)
-        if self.wishes.check_every and not is_capturing(kwargs["q"]):
+        if not self.wishes.check_every or is_capturing(kwargs["q"]):
+            return answer
+        if tokens := num_real_tokens(self._state.batch, kwargs["q"].shape[0]):
             step = self._calls[layer.layer_id] = self._calls.get(layer.layer_id, -1) + 1
-            if step % self.wishes.check_every == 0:
+            turn, rest = divmod(step, self.wishes.check_every)
+            if rest == 0:
                 self._state.checking = True
                 try:
-                    self.rows.append({"step": step, **self.errors(layer, original, answer[0], kwargs)})
+                    found = self.errors(layer, original, answer[0], kwargs, checked_rows(tokens, turn))
                 finally:
                     self._state.checking = False
+                self.rows.append({"step": step, **found})
         return answer
 
     def _count(self, which: int) -> None:
@@ -239,13 +245,16 @@ class Worker:
         wrong[: layer.n_local_heads] = self.own_sinks(layer, shift=1)
         return wrong
 
-    def errors(self, layer: torch.nn.Module, seam: Any, out: torch.Tensor, call: dict[str, Any]) -> dict[str, Any]:
+    def errors(
+        self, layer: torch.nn.Module, seam: Any, out: torch.Tensor, call: dict[str, Any], checked: list[int]
+    ) -> dict[str, Any]:
         """Relative norms against float64 over the cache: what was answered, the server's kernel, a neighbour's sinks.
 
-        The reference takes the sinks from the parameter, not from the call. The server's kernel gets a schedule of its
-        own, for the call's may belong to the answer.
+        Over the tokens `checked`; NaN where float64 itself has a NaN in them. The reference takes the sinks from the
+        parameter, not from the call. The server's kernel gets a schedule of its own, for the call's may belong to the
+        answer.
         """
-        rows, heads = slice(0, MAX_CHECKED_ROWS), layer.n_local_heads
+        rows, heads = torch.tensor(checked, device=out.device), layer.n_local_heads
         expected, _ = reference_float64(
             q=call["q"][rows, 0, :heads],
             window=region(call, "k_cache", "indices", "topk_length", rows),
@@ -265,7 +274,7 @@ class Worker:
             "compress_ratio": getattr(layer, "compress_ratio", None),
             "batch": call["q"].shape[0],
             "num_keys": [int(call[n].max()) for n in ("topk_length", "extra_topk_length") if call.get(n) is not None],
-            **{name: relative_norm(one[rows, 0, :heads], expected) for name, one in found.items()},
+            **{name: error_norm(one[rows, 0, :heads], expected) for name, one in found.items()},
         }
 
     def write(self) -> None:
@@ -293,8 +302,33 @@ def is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def region(call: dict[str, Any], cache: str, indices: str, lengths: str, rows: slice) -> KVRegion | None:
+def num_real_tokens(batch: Any, num_tokens: int) -> int:
+    """How many of a call's tokens are a request's; with DP attention others behind them make the ranks' counts equal.
+
+    `batch` is the server's `ForwardBatch`. A rank without a request runs an idle one, of nothing but such tokens.
+    """
+    mode = getattr(batch, "forward_mode", None)
+    if mode is None:
+        return num_tokens
+    if mode.is_idle():
+        return 0
+    before = getattr(batch, "_original_batch_size", None)
+    return min(before, num_tokens) if before is not None and mode.is_decode() else num_tokens
+
+
+def checked_rows(num_tokens: int, turn: int) -> list[int]:
+    """At most `MAX_CHECKED_ROWS` tokens, spread over all and one further each turn, so that every one has its turn."""
+    count = min(MAX_CHECKED_ROWS, num_tokens)
+    return sorted((turn + place * num_tokens // count) % num_tokens for place in range(count))
+
+
+def error_norm(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """`relative_norm`, and NaN where it would raise in the middle of a server's step: nothing compares with a NaN."""
+    return math.nan if expected.isnan().any() else relative_norm(out, expected)
+
+
+def region(call: dict[str, Any], cache: str, indices: str, lengths: str, rows: torch.Tensor) -> KVRegion | None:
     """Some rows of the cache arguments of those names; None where the call has none."""
     if call.get(cache) is None:
         return None
-    return KVRegion(PagedPool.from_packed_cache(cache, call[cache]), call[indices][:, 0], call[lengths]).rows(rows)
+    return KVRegion(PagedPool.from_packed_cache(cache, call[cache]), call[indices][rows, 0], call[lengths][rows])

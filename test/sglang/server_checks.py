@@ -100,6 +100,59 @@ def decode_calls_are_held_against_float64(version):
     assert found._counts[:, 0].tolist() == [6, 0]
 
 
+def every_token_of_a_batch_has_its_turn(version):
+    """At most 4 of a call, and each of 8 within two checked calls."""
+    import sglang_server_plugin as plugin
+
+    worker()
+    seen = []
+    reference = plugin.reference_float64
+
+    def listening(*, q, **rest):
+        seen.append(q)
+        return reference(q=q, **rest)
+
+    plugin.reference_float64 = listening
+    layer = layers.build(128, 3, 8)
+    step = Step(num_tokens=8, compress_ratio=4, seed=7)
+    q = step.queries(layer.n_local_heads)
+    for _ in range(4):
+        step.run(layer, q)
+    plugin.reference_float64 = reference
+    assert [len(one) for one in seen] == [4, 4] and len(torch.cat(seen).unique(dim=0)) == 8
+
+
+def padding_is_not_held_against_float64(version):
+    """With DP attention an idle rank runs nothing but padding, and others some behind their requests' tokens."""
+    from decode import Mode
+    from sglang_server_plugin import num_real_tokens
+
+    found = worker()
+    layer, step, q = built()
+    Mode.is_idle = lambda self: True
+    step.run(layer, q)
+    assert found.rows == [] and found._counts[:, 0].tolist() == [1, 0]
+    del Mode.is_idle
+    step.run(layer, q)
+    assert [row["step"] for row in found.rows] == [0]
+    batch = types.SimpleNamespace(forward_mode=Mode(), _original_batch_size=2)
+    assert (num_real_tokens(batch, 3), num_real_tokens(batch, 1), num_real_tokens(None, 3)) == (2, 1, 3)
+    batches = importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardBatch
+    padding = batches.prepare_mlp_sync_batch.__code__
+    assert "_original_batch_size" in (*padding.co_names, *padding.co_consts)
+    batch._original_batch_size = None
+    assert num_real_tokens(batch, 3) == 3
+
+
+def a_nan_of_the_reference_is_a_row(version):
+    """Not an exception in the middle of a server's step."""
+    found = worker()
+    layer, step, q = built()
+    q[1] = float("nan")
+    step.run(layer, q)
+    assert all(found.rows[0][name] != found.rows[0][name] for name in ("ours", "stock", "fault"))
+
+
 def a_neighbours_sinks_are_planted(version):
     """Those of the next rank, in a circle; of a layer that owns all heads the other half's."""
     worker()
@@ -183,9 +236,11 @@ def a_lone_ranks_layer_is_that_ranks(version):
 def the_wishes_survive_the_environment(version):
     from sglang_server_plugin import Wishes
 
-    wishes = Wishes("x", pad_to=128, neighbour_sinks=True, check_every=3)
+    fields = dataclasses.fields(Wishes)
+    wishes = Wishes(**{field.name: {str: "x", int: 3, bool: True}[field.type] for field in fields})
+    assert all(getattr(wishes, field.name) != field.default for field in fields)
     os.environ |= wishes.as_environment()
-    assert Wishes.from_environment() == wishes and len(dataclasses.fields(Wishes)) == 4
+    assert Wishes.from_environment() == wishes
 
 
 def _scenario(backend: str, *functions, **wishes):
@@ -211,4 +266,7 @@ SCENARIOS = {
     "server_lone_rank": _lone_rank("reference"),
     "server_lone_rank_stock": _lone_rank("off"),
     "server_eager": _scenario("reference", decode_calls_are_held_against_float64, check_every=2),
+    "server_eager_rows": _scenario("reference", every_token_of_a_batch_has_its_turn, check_every=2),
+    "server_eager_padding": _scenario("reference", padding_is_not_held_against_float64, check_every=2),
+    "server_eager_nan": _scenario("reference", a_nan_of_the_reference_is_a_row, check_every=2),
 }
