@@ -1,6 +1,7 @@
 """The serving benchmark against a small server of our own: what it measures, writes and refuses."""
 
 import contextlib
+import functools
 import gzip
 import inspect
 import json
@@ -352,7 +353,9 @@ def test_a_server_that_ends_in_its_last_measurement_is_an_error(tmp_path, port, 
 def interrupted(out, port, number, until, *arguments, fake=()):
     """(exit code, seconds to its end) of a process that runs the benchmark and gets a signal once `until()`."""
     command = [sys.executable, str(BENCHMARK / "serving.py"), *command_line(out, port, *arguments, fake=fake)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    # What a shell starts in the background ignores SIGINT, and so do all its children.
+    default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=default) as process:
         while not until():
             assert process.poll() is None
             time.sleep(0.05)
