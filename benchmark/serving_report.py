@@ -15,7 +15,7 @@ FACTS = ("sglang", "tp_size", "num_heads", "num_local_heads")  # what a row says
 FIGURES = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p99")  # the table's
 KERNEL_SAID = "decode kernel: "  # in a worker's one line, before what it runs
 OWN_KERNEL = "the server's own"
-NOT_OURS = ("stands down", "headfit leaves a decode call", "could not be prepared")  # each a warning
+NOT_OURS = ("stands down", "headfit leaves a ", "could not be prepared")  # each a warning
 # One-sided 95% quantiles of Student's t by degrees of freedom 1..15; beyond, the last one is an upper bound.
 _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 _DECODE_LINE = re.compile(

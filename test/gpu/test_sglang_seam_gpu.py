@@ -96,7 +96,7 @@ def test_a_replay_sees_an_updated_sink(seam):
 
 def test_a_capture_counts_and_is_not_checked():
     call, arguments = make_call(Case(num_heads=16, num_keys=(64, 64)), 5, device="cuda")
-    check_sinks = lambda layer: arguments["attn_sink"]  # noqa: E731
-    seam = Seam(backends.create("sparse_mqa_cuda", device="cuda"), check_sinks=check_sinks)
+    backend = backends.create("sparse_mqa_cuda", device="cuda")
+    seam = Seam(backend, check_sinks=lambda layer: arguments["attn_sink"])
     captured(seam, Layer(16), call)
     assert (seam.served, seam.captured, seam.checked) == (2, 1, 1)

@@ -223,6 +223,22 @@ def test_a_sink_that_can_no_longer_be_kept_is_an_error_once_graphs_may_hold_it(m
     assert plugin.active and (plugin.sinks.local(layer)[:16] == 1).all()
 
 
+def test_a_draft_layer_that_cannot_be_kept_is_left_to_the_server_by_itself(make, caplog):
+    plugin = make(Backend())
+    first, bad = Layer(), Layer(dtype=torch.bfloat16)
+    build(plugin, first)
+    plugin._around_load(lambda: None)
+    with caplog.at_level(logging.WARNING, "headfit"):
+        build(plugin, bad)
+    assert plugin.active and plugin.sinks.layers == (first,) and "leaves a layer to the server" in caplog.text
+    assert plugin._around_forward(lambda layer: plugin.seam._running.__dict__.copy(), bad) == {}
+    assert plugin._around_local_sink(lambda layer: "theirs", bad) == "theirs"
+    assert plugin._around_forward(lambda layer: plugin.seam._running.layer, first) is first
+    plugin.settings = Settings(backend="sparse_mqa_cuda")
+    with pytest.raises(RuntimeError, match="HEADFIT_BACKEND=sparse_mqa_cuda cannot be had"):
+        build(plugin, Layer(dtype=torch.bfloat16))
+
+
 def test_after_standing_down_updates_still_reach_the_sinks_that_have_a_home(make):
     plugin = make(Backend())
     plugin.sinks.shape = "cached"

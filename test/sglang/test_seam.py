@@ -228,14 +228,6 @@ def test_checked_rows_without_keys_are_zero(seed, case):
     assert not out[:, :, :16].any()
 
 
-def test_rows_of_padding_that_hold_nan_are_not_compared(seed):
-    call, arguments = make_call(Case(num_tokens=3, num_heads=16), seed)
-    call["q"][2].fill_(math.nan)
-    seam = checked_seam(arguments)
-    out, _ = run(seam, call, 16)
-    assert seam.checked == 1 and out[2, 0, :16].isnan().all() and not out[:2, 0, :16].isnan().any()
-
-
 def test_a_scale_of_zero_is_not_the_default_one(seed):
     call, arguments = make_call(Case(num_heads=16), seed)
     out, _ = run(make_seam(), call | {"softmax_scale": 0.0}, 16)

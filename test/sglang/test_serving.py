@@ -314,6 +314,11 @@ def worker_lines(*kernels):
             "auto",
             "runs the server's own: headfit 0 in SGLang 0, process 101",
         ),
+        (
+            [*worker_lines("a", "a"), "headfit answered 1 decode calls", "headfit leaves a layer to the server: x"],
+            "auto",
+            "does not run as told: headfit leaves a layer",
+        ),
         (worker_lines("the server's own", "the server's own"), "flashmla", ""),
         (worker_lines("the server's own", "a"), "flashmla", "runs another kernel than the server's own"),
     ],

@@ -4,7 +4,8 @@ Hooks are registered here and applied by SGLang afterwards, which only logs one 
 built checks that all are in place. Whatever is not as expected while the server starts makes the plugin stand down: one
 warning, and the server runs as stock from then on; with a setting other than `auto` the server does not start. Layers
 whose sinks have their home by then keep it, and updates go on to bring them there. Once a kernel has been chosen graphs
-may have been captured: a sink that then becomes what it must not be is an error, for they would replay the old one.
+may have been captured: a sink that then becomes what it must not be is an error, for they would replay the old one; a
+layer built only then, a draft's, that cannot be kept is left to the server by itself.
 """
 
 import importlib.metadata
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # FlashMLA's smallest kernel: up to its head count ours was faster at every batch size measured (benchmark/results).
 AUTO_MAX_HEADS = min(flashmla.SUPPORT.num_heads)
+_BAD_LAYER = (ValueError, TypeError, AttributeError)  # what a layer of another kind than expected raises
 _plugin: "Plugin | None" = None
 
 
@@ -139,7 +141,8 @@ class Plugin:
         }
 
     def stand_down(self, reason: str) -> None:
-        """
+        """Do nothing more but keep sinks that have their home there.
+
         Raises:
             RuntimeError: another setting than `auto` is not to be left unfulfilled.
         """
@@ -154,13 +157,13 @@ class Plugin:
         if self.active:
             self._check_hooks()
         if self.active:
-            self._tend_sinks(self.sinks.adopt, [layer])
+            self._adopt(layer)
         return result
 
     def _around_forward(self, original, layer: nn.Module, *args, **kwargs):
-        if not self.active:
+        if not self.active or layer not in self.sinks:
             return original(layer, *args, **kwargs)
-        self._tend_sinks(self.sinks.refresh, [layer])
+        self._refresh([layer])
         if self.active and not self.kernel:
             self._choose_kernel(layer.attn_sink.device)
         if not self.active:
@@ -172,13 +175,13 @@ class Plugin:
             return original(layer, *args, **kwargs)
 
     def _around_local_sink(self, original, layer: nn.Module, *args, **kwargs):
-        if not self.active or getattr(layer, self.code.size_attribute) == 1:
+        if not self.active or layer not in self.sinks or getattr(layer, self.code.size_attribute) == 1:
             return original(layer, *args, **kwargs)
         return self.sinks.local(layer, *args, **kwargs)
 
     def _around_update(self, original, *args, **kwargs):
         result = original(*args, **kwargs)
-        self._tend_sinks(self.sinks.refresh, self.sinks.layers)
+        self._refresh(self.sinks.layers)
         return result
 
     def _around_seam(self, original, *args, **kwargs):
@@ -189,16 +192,26 @@ class Plugin:
     def _around_load(self, original, *args, **kwargs):
         """Before memory is measured and graphs are captured: the kernel is chosen, compiled and loaded here."""
         result = original(*args, **kwargs)
-        self._tend_sinks(self.sinks.refresh, self.sinks.layers)
+        self._refresh(self.sinks.layers)
         if self.active and self.sinks.layers:
             self._choose_kernel(self.sinks.layers[0].attn_sink.device)
         return result
 
-    def _tend_sinks(self, tend: Callable[[nn.Module], None], layers: Iterable[nn.Module]) -> None:
+    def _adopt(self, layer: nn.Module) -> None:
+        try:
+            self.sinks.adopt(layer)
+        except _BAD_LAYER as error:
+            self.sinks.release(layer)
+            if self.kernel and self.settings.backend == "auto":
+                logger.warning("headfit leaves a layer to the server: %s", error)
+            else:
+                self.stand_down(str(error))
+
+    def _refresh(self, layers: Iterable[nn.Module]) -> None:
         for layer in layers:
             try:
-                tend(layer)
-            except (ValueError, TypeError, AttributeError) as error:
+                self.sinks.refresh(layer)
+            except _BAD_LAYER as error:
                 if self.kernel:
                     raise RuntimeError(f"headfit: captured CUDA graphs would go on with old sinks: {error}") from error
                 self.sinks.release(layer)

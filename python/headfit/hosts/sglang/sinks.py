@@ -44,6 +44,9 @@ class LayerSinks:
     def layers(self) -> tuple[nn.Module, ...]:
         return tuple(self._layers)
 
+    def __contains__(self, layer: nn.Module) -> bool:
+        return layer in self._layers
+
     def layout(self, layer: nn.Module) -> HeadLayout:
         """The layer's share of the heads, padded as FlashMLA wants it.
 
