@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -29,7 +30,7 @@ class Signalled(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def signals_raised() -> Iterator[None]:
-    """Within, the first SIGINT, SIGTERM or SIGHUP raises `Signalled` in the main thread.
+    """Within, the first SIGINT, SIGTERM or SIGHUP raises `Signalled` in the main thread, which must enter this.
 
     Those after it do nothing, so that they do not cut short the end of the servers. One that was ignored before, as
     under nohup, still is.
@@ -41,8 +42,22 @@ def signals_raised() -> Iterator[None]:
             first.append(number)
             raise Signalled(number)
 
+    def insist() -> None:
+        # A signal that another thread takes, or that comes just before the main thread waits for an answer, does not
+        # end that wait: Python runs the handler after it. One sent to the main thread while it waits does.
+        while told := heard.recv(1):
+            while told[0] in before and not first:
+                signal.pthread_kill(main_thread, told[0])
+                time.sleep(0.1)
+
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    main_thread = threading.get_ident()
+    heard, told_by_python = socket.socketpair()
+    told_by_python.setblocking(False)
+    previous = signal.set_wakeup_fd(told_by_python.fileno(), warn_on_full_buffer=False)
+    insisting = threading.Thread(target=insist, daemon=True)
+    insisting.start()
     try:
         for number in before:
             signal.signal(number, raise_once)
@@ -50,6 +65,10 @@ def signals_raised() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(previous)
+        told_by_python.close()
+        insisting.join()
+        heard.close()
 
 
 @contextlib.contextmanager

@@ -404,6 +404,26 @@ def test_a_start_is_not_awaited_once_another_failed(tmp_path, port, capsys):
     assert "the server ended with 7" in capsys.readouterr().err and time.monotonic() - begin < 12
 
 
+def test_a_signal_that_another_thread_takes_ends_a_wait():
+    here, silent = socket.socketpair()
+    here.settimeout(20)
+    threads = threading.active_count()
+
+    def take_it():
+        time.sleep(0.3)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    with here, silent:
+        begin = time.monotonic()
+        with serving_server.signals_raised(), pytest.raises(serving_server.Signalled, match="SIGTERM"):
+            other = threading.Thread(target=take_it)
+            other.start()
+            here.recv(1)
+        assert time.monotonic() - begin < 10
+    other.join()
+    assert threading.active_count() == threads and signal.set_wakeup_fd(-1) == -1
+
+
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
