@@ -63,12 +63,13 @@ def signals_raised() -> Iterator[None]:
             signal.signal(number, raise_once)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        first.append(None)  # a signal from here on does nothing; and none is sent again once its handler is restored
         signal.set_wakeup_fd(previous)
         told_by_python.close()
         insisting.join()
         heard.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
