@@ -221,6 +221,23 @@ def test_check_mode_knows_the_layers_own_sinks(seed):
         run(seam, call, 16)
 
 
+def test_check_mode_lets_nan_agree_with_nan_only(seed):
+    call, arguments = make_call(Case(num_heads=16), seed)
+    call["q"][1] = math.nan
+    seam = checked_seam(arguments)
+    out, _ = run(seam, call, 16)
+    assert out[1, :, :16].isnan().all() and seam.checked == 1
+    decode = seam.backend.decode
+
+    def hides_nan(**kwargs):
+        out, lse = decode(**kwargs)
+        return out.nan_to_num(), lse
+
+    seam.backend.decode = hides_nan
+    with pytest.raises(RuntimeError, match="layer 0, token 1 of 3, head 0 is off by inf"):
+        run(seam, call, 16)
+
+
 @pytest.mark.parametrize("case", [Case(num_heads=16, absent=1.0), Case(num_tokens=0, num_heads=16)])
 def test_checked_rows_without_keys_are_zero(seed, case):
     call, arguments = make_call(case, seed)
