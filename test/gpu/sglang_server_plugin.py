@@ -252,7 +252,7 @@ class Worker:
 
         Over the tokens `checked`; NaN where float64 itself has a NaN in them. The reference takes the sinks from the
         parameter, not from the call. The server's kernel gets a schedule of its own, for the call's may belong to the
-        answer.
+        answer. `refused`: whether headfit's check mode ended the call with a neighbour's sinks.
         """
         rows, heads = torch.tensor(checked, device=out.device), layer.n_local_heads
         expected, _ = reference_float64(
@@ -267,7 +267,7 @@ class Worker:
         found = {
             "ours": out,
             "stock": self._kernel(**call | {"tile_scheduler_metadata": schedule()})[0],
-            "fault": seam(**wrong | {"tile_scheduler_metadata": schedule()})[0],
+            "fault": self._kernel(**wrong | {"tile_scheduler_metadata": schedule()})[0],
         }
         return {
             "layer": layer.layer_id,
@@ -275,6 +275,7 @@ class Worker:
             "batch": call["q"].shape[0],
             "num_keys": [int(call[n].max()) for n in ("topk_length", "extra_topk_length") if call.get(n) is not None],
             **{name: error_norm(one[rows, 0, :heads], expected) for name, one in found.items()},
+            "refused": is_refused(seam, wrong | {"tile_scheduler_metadata": schedule()}),
         }
 
     def write(self) -> None:
@@ -320,6 +321,14 @@ def checked_rows(num_tokens: int, turn: int) -> list[int]:
     """At most `MAX_CHECKED_ROWS` tokens, spread over all and one further each turn, so that every one has its turn."""
     count = min(MAX_CHECKED_ROWS, num_tokens)
     return sorted((turn + place * num_tokens // count) % num_tokens for place in range(count))
+
+
+def is_refused(seam: Any, call: dict[str, Any]) -> bool:
+    try:
+        seam(**call)
+    except RuntimeError as error:
+        return str(error).startswith("HEADFIT_CHECK")
+    return False
 
 
 def error_norm(out: torch.Tensor, expected: torch.Tensor) -> float:

@@ -143,10 +143,13 @@ def _attention(arm: str, workers: Iterable[dict[str, Any]]) -> list[Check]:
     ours = _extreme(max, [_ratio(row, "ours") for row in found])
     fault = _extreme(min, [_ratio(row, "fault") for row in found])
     what = f"of {len(found)} decode calls' errors against float64"
+    refused = sum(row["refused"] for row in found)
+    name = f"attention of {arm}: calls with a neighbour's sinks that HEADFIT_CHECK refused"
     return [
         *checked,
         _check(f"attention of {arm}: largest ours / stock {what}", ours, MAX_ERROR_RATIO, ours <= MAX_ERROR_RATIO),
         _check(f"attention of {arm}: smallest fault / stock {what}", fault, MAX_ERROR_RATIO, fault > MAX_ERROR_RATIO),
+        _check(name, refused, len(found), refused == len(found)),
     ]
 
 

@@ -112,13 +112,14 @@ def write_workers(runs, pids):
     plugin = {"active": not STOCK, "served_layers": NUM_LAYERS, "num_layers": NUM_LAYERS, "passed_on": {}}
     if not STOCK:
         plugin["shape"] = "cached"
-    row = {"step": 0, "compress_ratio": 0, "ours": 1.8e-3, "stock": 1.7e-3, "fault": 0.1}
+    row = {"step": 0, "compress_ratio": 0, "ours": 1.8e-3, "stock": 1.7e-3, "fault": 0.1, "refused": True}
     rows = [row | {"layer": layer} for layer in range(NUM_LAYERS) if WISHES["check_every"]]
-    if FAULT in ("unchecked layer", "no error of stock", "no number"):
+    if FAULT in ("unchecked layer", "no error of stock", "no number", "quiet check"):
         rows[-1:] = {
             "unchecked layer": [],
             "no error of stock": [row | {"layer": NUM_LAYERS - 1, "stock": 0.0}],
             "no number": [row | {"layer": NUM_LAYERS - 1, "ours": float("nan"), "fault": float("inf")}],
+            "quiet check": [row | {"layer": NUM_LAYERS - 1, "refused": False}],
         }[FAULT]
     for number, pid in enumerate(pids):
         rank, size = attn_tp(number)

@@ -95,6 +95,7 @@ def decode_calls_are_held_against_float64(version):
         assert (row["layer"], row["compress_ratio"], row["batch"], row["step"]) == (0, ratio, 3, 0)
         assert row["ours"] == relative_norm(out[:4], wanted[:4])
         assert row["ours"] < BF16_OUTPUT.relative and row["stock"] < BF16_OUTPUT.relative < 0.02 < row["fault"], row
+        assert row["refused"] is True
         decode(layer, step, q, layer.attn_sink[48:64])  # the next step is not due
         assert found.rows[-1] is row and len(row["num_keys"]) == 1 + (ratio > 0)
     assert found._counts[:, 0].tolist() == [6, 0]
@@ -244,7 +245,8 @@ def the_wishes_survive_the_environment(version):
 
 
 def _scenario(backend: str, *functions, **wishes):
-    return {"HEADFIT_BACKEND": backend, VARIABLE: json.dumps(wishes)}, functions
+    check = str(int("check_every" in wishes))
+    return {"HEADFIT_BACKEND": backend, "HEADFIT_CHECK": check, VARIABLE: json.dumps(wishes)}, functions
 
 
 def _lone_rank(backend: str):

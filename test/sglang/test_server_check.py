@@ -140,6 +140,7 @@ def test_dp_attention_is_compared_with_its_own_layout(run):
         ("unchecked layer", ["decode calls of each worker's layer"]),
         ("no error of stock", ["largest ours / stock", "smallest fault / stock"]),
         ("no number", ["largest ours / stock", "smallest fault / stock"]),
+        ("quiet check", ["calls with a neighbour's sinks"]),
     ],
 )
 def test_checked_calls_are_whole(run, fault, names):
