@@ -1,6 +1,7 @@
 """The model and the inputs of `sglang_server_check.py`: a DeepSeek-V4 of real attention widths with random weights.
 
     python test/gpu/sglang_server_model.py FOLDER 128       # its config.json with 128 heads, for a server of one's own
+    python test/gpu/sglang_server_model.py FOLDER 128 --num-layers 18       # the same layers three times over
 
 Everything here is a function of its arguments alone, so that the client and every worker process agree on it: the
 sinks of a layer, the prompts, and the tokens that a sequence is made to continue with.
@@ -48,8 +49,6 @@ CONFIG = {
     "index_head_dim": 128,
     "index_n_heads": 64,
     "index_topk": 512,
-    "compress_ratios": list(COMPRESS_RATIOS),
-    "num_hidden_layers": len(COMPRESS_RATIOS),
     "num_nextn_predict_layers": 0,
     "num_hash_layers": 0,
     "hc_mult": 4,
@@ -88,16 +87,22 @@ CONFIG = {
 }
 
 
-def write_model(folder: Path, num_heads: int) -> None:
+def write_model(folder: Path, num_heads: int, num_layers: int = len(COMPRESS_RATIOS)) -> None:
     """`config.json` for a server's `--load-format dummy`; the weights are made in the workers (`sglang_server_plugin`).
 
     Raises:
-        ValueError: heads that the model's output groups do not divide.
+        ValueError: heads that the model's output groups do not divide, or layers that are not whole turns of
+            `COMPRESS_RATIOS`.
     """
     if num_heads < 1 or num_heads % CONFIG["o_groups"]:
         raise ValueError(f"num_heads: {num_heads}, allowed: multiples of {CONFIG['o_groups']}")
+    turns, rest = divmod(num_layers, len(COMPRESS_RATIOS))
+    if turns < 1 or rest:
+        raise ValueError(f"num_layers: {num_layers}, allowed: multiples of {len(COMPRESS_RATIOS)}")
+    sizes = {"num_attention_heads": num_heads, "num_hidden_layers": num_layers}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": num_heads}, indent=1) + "\n")
+    config = CONFIG | sizes | {"compress_ratios": list(COMPRESS_RATIOS) * turns}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def sink_values(layer_id: int, num_heads: int, seed: int) -> torch.Tensor:
@@ -167,9 +172,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is missing")
     parser.add_argument("num_heads", type=int, metavar="HEADS", help=f"a multiple of {CONFIG['o_groups']}")
+    parser.add_argument(
+        "--num-layers",
+        type=int,
+        default=len(COMPRESS_RATIOS),
+        help=f"a multiple of {len(COMPRESS_RATIOS)}, the default",
+    )
     args = parser.parse_args(arguments)
     try:
-        write_model(args.folder, args.num_heads)
+        write_model(args.folder, args.num_heads, args.num_layers)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

@@ -394,6 +394,8 @@ def test_every_row_of_a_batch_has_its_turn():
     "arguments, said",
     [
         (["{folder}", "12"], "num_heads: 12, allowed: multiples of 8"),
+        (["{folder}", "16", "--num-layers", "0"], "num_layers: 0, allowed: multiples of 6"),
+        (["{folder}", "16", "--num-layers", "8"], "num_layers: 8, allowed: multiples of 6"),
         (["{folder}", "many"], "many"),
         (["{folder}"], "HEADS"),
         (["{folder}/file", "16"], "file"),
@@ -408,5 +410,8 @@ def test_the_models_command_line(tmp_path, capsys, arguments, said):
     with pytest.raises(SystemExit) as ended:
         model.main(["--help"])
     assert ended.value.code == 0 and "FOLDER" in capsys.readouterr().out
-    model.main([str(tmp_path), "16"])
-    assert (tmp_path / "config.json").exists()
+    for more, turns in (([], 1), (["--num-layers", "18"], 3)):
+        model.main([str(tmp_path), "16", *more])
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["num_attention_heads"] == 16 and config["num_hidden_layers"] == 6 * turns
+        assert config["compress_ratios"] == [0, 4, 128, 4, 128, 0] * turns
