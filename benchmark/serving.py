@@ -141,12 +141,14 @@ def _order(number: int) -> tuple[str, ...]:
     return ARMS if number % 2 == 0 else ARMS[::-1]
 
 
-def _attached_round(args: argparse.Namespace, number: int, found: dict[str, Any]) -> None:
+def _attached_round(
+    args: argparse.Namespace, number: int, found: dict[str, Any], logs: dict[str, Path] | None = None
+) -> None:
     facts = {arm: _facts(args, url) for arm, url in args.attach.items()}
     for concurrency in args.concurrency:
         for arm in _order(number):
             row = {"arm": arm, **facts[arm], "round": number, "concurrency": concurrency}
-            found["rows"].append(row | measure(args, args.attach[arm], number, concurrency))
+            found["rows"].append(row | measure(args, args.attach[arm], number, concurrency, logs and logs[arm]))
             _say(found["rows"][-1])
 
 
@@ -158,7 +160,7 @@ def _side_by_side(args: argparse.Namespace, result: dict[str, Any]) -> None:
     def one(args: argparse.Namespace, number: int, found: dict[str, Any]) -> None:
         if number == 0:
             warmed.update({arm: log.stat().st_size for arm, log in logs.items()})
-        _attached_round(args, number, found)
+        _attached_round(args, number, found, logs)
         for arm, log in logs.items():
             found["plugin"][arm] = _checked(args, arm, log.read_text(errors="replace"), found["rows"])
 
@@ -178,7 +180,7 @@ def _started_round(args: argparse.Namespace, number: int, found: dict[str, Any])
             facts = _facts(args, urls[arm])
             for concurrency in args.concurrency:
                 row = {"arm": arm, **facts, "round": number, "concurrency": concurrency}
-                found["rows"].append(row | measure(args, urls[arm], number, concurrency))
+                found["rows"].append(row | measure(args, urls[arm], number, concurrency, log))
                 _say(found["rows"][-1])
             if args.profile and number == args.rounds - 1:
                 found["profiles"][arm] = profile(args, urls[arm])
@@ -252,8 +254,13 @@ def _checked(args: argparse.Namespace, arm: str, text: str, rows: Sequence[repor
     return said
 
 
-def measure(args: argparse.Namespace, url: str, number: int, concurrency: int) -> dict[str, Any]:
-    """One cell of the table: warm-up, an empty prefix cache, then the load. With a failed request there is no time."""
+def measure(
+    args: argparse.Namespace, url: str, number: int, concurrency: int, log: Path | None = None
+) -> dict[str, Any]:
+    """One cell of the table: warm-up, an empty prefix cache, then the load. With a failed request there is no time.
+
+    log: the server's, if it is here: how often the load filled the KV cache.
+    """
     load = {"concurrency": concurrency, "max_new_tokens": args.output_tokens}
     generator = random.Random(f"{args.seed}/{number}/{concurrency}")
     warm, prompts = (
@@ -262,8 +269,11 @@ def measure(args: argparse.Namespace, url: str, number: int, concurrency: int) -
     )
     run_load(url, warm, **load | {"max_new_tokens": min(16, args.output_tokens)})
     flush_cache(url)
+    before = log.stat().st_size if log else 0
     requests = run_load(url, prompts, **load)
     row = report.metrics(requests)
+    if log:
+        row["num_retractions"] = report.num_retractions(log.read_bytes()[before:].decode(errors="replace"))
     if row["num_errors"]:
         print(f"  {row['num_errors']} failed: {next(r.error for r in requests if r.error)}", file=sys.stderr)
         row = {name: value if name.startswith("num_") else None for name, value in row.items()}
@@ -293,7 +303,12 @@ def profile(args: argparse.Namespace, url: str) -> dict[str, Any]:
     with contextlib.suppress(ServerError):  # what the load was for is done
         post(url, "/abort_request", {"abort_all": True})
     thread.join()
-    return {"steps": PROFILED_STEPS, "concurrency": args.profile, **report.kernel_shares(events, ATTENTION_KERNELS)}
+    found = report.kernel_shares(events, ATTENTION_KERNELS)
+    launches = {name: kernel["launches"] for name, kernel in found["attention_kernels"].items()}
+    if not launches or any(count % PROFILED_STEPS for count in launches.values()):
+        what = ", ".join(f"{count} launches of {name}" for name, count in launches.items()) or "no attention kernel"
+        raise ServerError(f"not all {PROFILED_STEPS} profiled steps were decode steps: {what}")
+    return {"steps": PROFILED_STEPS, "concurrency": args.profile, **found}
 
 
 def _trace_events(path: Path, deadline: float) -> list[dict[str, Any]]:

@@ -64,6 +64,11 @@ def decode_step_ms(log: str) -> dict[str, float]:
     return {str(running): median(times) for running, times in sorted(found.items())}
 
 
+def num_retractions(log: str) -> int:
+    """How often the KV cache was full, so that the server took requests back and computed them again later."""
+    return log.count("Retract requests")
+
+
 def plugin_lines(log: str) -> list[str]:
     """What the plugin said in a server's log: which kernel runs and why, and that it answered calls; each once."""
     marks = (KERNEL_SAID, "headfit answered ", *NOT_OURS, lone_rank.SAID)
@@ -178,6 +183,11 @@ def notes(result: Row) -> list[str]:
         lines.append(f"incomplete: {result.get('error', 'the run has not ended')}")
     if result.get("verified") is False:
         lines.append("not verified: nothing shows which kernel ran, for no server's log was read")
+    for concurrency, arm in sorted({(row["concurrency"], row["arm"]) for row in result["rows"]}):
+        some = [row for row in result["rows"] if (row["concurrency"], row["arm"]) == (concurrency, arm)]
+        if times := sum(row.get("num_retractions") or 0 for row in some):
+            what = f"{arm} at concurrency {concurrency}: the KV cache was full {times} times in {len(some)} rounds"
+            lines.append(f"{what}, and requests were computed again; the server needs a larger one")
     return lines
 
 

@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(60)
             if self.path == "/start_profile":
                 print(self.faults.say_late, flush=True)
-                _write_trace(Path(os.environ["SGLANG_TORCH_PROFILER_DIR"]), self.faults.slow_trace)
+                _write_trace(Path(os.environ["SGLANG_TORCH_PROFILER_DIR"]), self.faults)
             Handler.busy = not Handler.busy  # the first flush comes too early
             return self._answer(400 if self.path == "/flush_cache" and Handler.busy else 200, b"{}")
         with self.lock:
@@ -72,6 +72,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         wanted = body["sampling_params"]["max_new_tokens"]
         time.sleep(5 * STEP)
+        if self.faults.retract and os.environ["HEADFIT_BACKEND"] == "off":
+            print("KV cache pool is full. Retract requests. #retracted_reqs: 1", flush=True)
         last = 1 if aborts else wanted - shortens
         for count in range(1, last + 1):
             end = {"type": "length", "length": wanted}
@@ -102,17 +104,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def _write_trace(folder, seconds):
-    """A trace, its second half that many seconds after its first."""
+def _write_trace(folder, faults):
+    """A trace of ten decode steps, its second half `slow_trace` seconds after its first."""
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = [("sparse_mqa", 25.0), ("gemm", 75.0)]
+    kernels = [("sparse_mqa", 2.5), ("gemm", 7.5)] * (9 if faults.prefill_in_trace else 10)
     events = [{"cat": "kernel", "name": name, "dur": time} for name, time in kernels]
     data = gzip.compress(json.dumps({"traceEvents": events}).encode())
     stream = (folder / "1-TP-0.trace.json.gz").open("wb", buffering=0)
     stream.write(data[: len(data) // 2])
 
     def end():
-        time.sleep(seconds)
+        time.sleep(faults.slow_trace)
         stream.write(data[len(data) // 2 :])
         stream.close()
 
@@ -131,7 +133,7 @@ def _parse():
     parser.add_argument("--kernel", default="fake (asked for)", help="what the workers say that they run")
     parser.add_argument("--say", default="", help="one more line of the plugin's server")
     parser.add_argument("--say-late", default="", help="a line of a profiled server")
-    for name in ("die", "silent", "whole", "other-heads", "no-info", "hang"):
+    for name in ("die", "silent", "whole", "other-heads", "no-info", "hang", "retract", "prefill-in-trace"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 

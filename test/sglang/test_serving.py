@@ -184,7 +184,7 @@ def test_the_first_round_is_left_out(tmp_path, server, capsys):
 def test_the_warm_up_round_is_not_all_that_a_short_run_does(tmp_path, server, monkeypatch):
     measured = []
 
-    def measure(args, url, number, concurrency):
+    def measure(args, url, number, concurrency, log):
         measured.append(number)
         return {"num_errors": int(number < 0), "output_tokens_per_s": None if number < 0 else 1.0, "tpot_ms_p50": 1.0}
 
@@ -238,11 +238,25 @@ def test_side_by_side_each_server_starts_once(tmp_path, port, monkeypatch):
     assert order[:4] == [(0, 1, "stock"), (0, 1, "plugin"), (0, 4, "stock"), (0, 4, "plugin")]
     assert order[4:6] == [(1, 1, "plugin"), (1, 1, "stock")] and len(order) == 8
     assert result["summary"]["4"]["pairs"] == 2 and result["decode_step_ms"]["stock"][0]["2"] == pytest.approx(30.0)
-    kernels = {"sparse_mqa": {"launches": 1, "us": 25.0}}
+    kernels = {"sparse_mqa": {"launches": 10, "us": 25.0}}
     assert [result["profiles"][arm]["attention_kernels"] for arm in ("stock", "plugin")] == [kernels] * 2
     assert "headfit answered 1 decode calls" in result["plugin"]["plugin"] and not result["plugin"]["stock"]
     for number in (0, 1):
         assert not serving_server.healthy(f"http://127.0.0.1:{port + number * serving.PORT_STEP}")
+
+
+@pytest.mark.parametrize("options", [[], ["--side-by-side"]], ids=["in turn", "side by side"])
+def test_requests_that_the_cache_had_no_room_for_are_counted(tmp_path, port, capsys, options):
+    """One a request of the measured load; those of the warm-up before it do not count."""
+    options = ["--rounds", "2", "--concurrency", "2", *options]
+    assert run(tmp_path / "result.json", port, *options, fake=["--retract"]) == 0
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["num_retractions"] for row in rows] == [
+        row["num_requests"] if row["arm"] == "stock" else 0 for row in rows
+    ]
+    times = sum(row["num_retractions"] for row in rows)
+    said = [line for line in capsys.readouterr().out.splitlines() if "the KV cache was full" in line]
+    assert len(said) == 1 and f"stock at concurrency 2: the KV cache was full {times} times in 2 rounds" in said[0]
 
 
 def test_no_round_starts_that_would_end_too_late(tmp_path, port, capsys):
@@ -524,6 +538,16 @@ def test_profile_of_the_last_round(tmp_path, port, monkeypatch):
     assert run(tmp_path / "result.json", port, *options) == 0
     found = json.loads((tmp_path / "result.json").read_text())["profiles"]["plugin"]
     assert (found["concurrency"], found["attention_us"], found["total_us"]) == (2, 25.0, 100.0)
+
+
+def test_a_profile_with_a_prefill_in_it_is_an_error(tmp_path, port, monkeypatch, capsys):
+    monkeypatch.setattr(serving, "PREFILL_S", 0.1)
+    options = ["--rounds", "1", "--concurrency", "1", "--profile", "2", "--profile-dir", str(tmp_path / "profile")]
+    out = tmp_path / "result.json"
+    assert run(out, port, *options, "--side-by-side", fake=["--prefill-in-trace"]) == 1
+    assert "not all 10 profiled steps were decode steps: 9 launches of sparse_mqa" in capsys.readouterr().err
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 2 and "9 launches" in result["error"] and not result["profiles"]
 
 
 def test_a_port_in_use_is_an_error(tmp_path, server, capsys):
