@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 
@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmark"))
 report = importlib.import_module("decode_kernel_report")
 layer_report = importlib.import_module("mqa_layer_report")
+serving_report = importlib.import_module("serving_report")
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULT, LAYER, EVAL = (
@@ -151,11 +152,45 @@ def test_server_check_of_updates_and_dp_attention():
     workers = results[-1]["arms"]["dp"]["workers"]
     assert [worker["layers"] for worker in workers] == [[[0, 1, 64]]] * 2
     assert not any(sum(worker["stock_calls"]) for worker in workers)
+    rows = [row for worker in results[-1]["arms"]["dp_eager"]["workers"] for row in worker["rows"]]
+    assert f"{len(rows)} calls as close to float64" in text and max(row["ours"] / row["stock"] for row in rows) < 1
+    assert f"with CUDA graphs within {means[-1]['dp']:.3f} of those without" in text
+    for result in (results[0], results[-1]):
+        rows = [row for worker in result["arms"]["eager"]["workers"] for row in worker["rows"]]
+        assert all(row["refused"] for row in rows)
+
+
+def test_server_throughput():
+    text = " ".join(README.split())
+    result = result_of("serving-h200-lone-rank-16")
+    facts = ("lone_rank", "verified", "prompt_tokens", "output_tokens", "num_errors")
+    assert [result[name] for name in facts] == ["3/8", True, 512, 256, 0]
+    assert f"prompts of {result['prompt_tokens']} tokens, {result['output_tokens']} output tokens" in text
+    assert any("16 of 128 heads" in line and "18 layers" in line for line in result["plugin"]["plugin"])
+    for concurrency, found in serving_report.summarise(result["rows"]).items():
+        medians = {
+            (arm, name): median(
+                row[name] for row in result["rows"] if (row["arm"], str(row["concurrency"])) == (arm, concurrency)
+            )
+            for arm in ("stock", "plugin")
+            for name in ("output_tokens_per_s", "tpot_ms_p50")
+        }
+        speeds, tpots = (
+            [medians[arm, name] for arm in ("stock", "plugin")] for name in ("output_tokens_per_s", "tpot_ms_p50")
+        )
+        assert found["pairs"] == 5
+        cells = [concurrency, *(f"{speed:,.0f}" for speed in speeds)]
+        cells += [f"{found['ratio_median']:.3f}x", f"{found['ratio_lower_95']:.3f}x"]
+        cells += [f"{tpot:.2f}" for tpot in tpots]
+        assert f"| {' | '.join(cells)} |" in README
+    worst = max(serving_report.ratios(result["rows"])[128])
+    assert f"that pair, {worst:.2f}, is what makes the bound low" in text
 
 
 def test_server_profile():
     text = " ".join(README.split())
-    profiles = result_of("serving-h200-lone-rank-16")["profiles"]
+    result = result_of("serving-h200-lone-rank-16-six-layers")
+    profiles = result["profiles"]
     steps = profiles["plugin"]["steps"]
     (ours, all_ours), (stock, all_stock) = (
         [profiles[arm][name] / steps for name in ("attention_us", "total_us")] for arm in ("plugin", "stock")
@@ -169,3 +204,5 @@ def test_server_profile():
     assert f"takes {ours:.0f} microseconds of a step's {all_ours:,.0f}, stock's {stock:.0f} of {all_stock:,.0f}" in text
     wanted = "{:.0f} for FlashMLA, {:.0f} to combine the parts that it splits keys into, {:.0f} to plan them"
     assert wanted.format(*parts) in text
+    medians = [found["ratio_median"] for found in serving_report.summarise(result["rows"]).values()]
+    assert f"({min(medians):.2f} to {max(medians):.2f} of stock's)" in text
