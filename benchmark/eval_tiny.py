@@ -19,7 +19,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -230,8 +230,8 @@ def negative_control(runs: list[tuple[Path, Any]], *, problems: int) -> dict[str
     }
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; what cannot be run ends it with a message."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -244,7 +244,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--runs", type=Path, help="folder for the runs (default: a new one in the temporary directory)")
     add("--commit", help="recorded in the result; default: what git says")
     add("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda, allowed where torch sees no GPU: cpu")
+    if args.problems < 1:
+        parser.error(f"--problems: {args.problems}, allowed: at least 1")
     if args.jobs is None:
         args.jobs = max(1, min(8, (os.cpu_count() or 1) // 2)) if args.device == "cuda" else 1
     return args

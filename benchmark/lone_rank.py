@@ -60,18 +60,22 @@ def register() -> None:
     """The entry point. The constructor is changed before SGLang puts any plugin's hook around it.
 
     Raises:
-        ValueError: the variable is no rank, or this server's layers take none.
+        SystemExit: the variable is no rank, or this server's layers take none. SGLang would log an `Exception` and go
+            on with whole layers.
     """
     from headfit.hosts.sglang.capabilities import MODEL
     from headfit.hosts.sglang.plugin import runs_a_model
 
     if VARIABLE not in os.environ or not runs_a_model():
         return
-    rank, size = parse(os.environ[VARIABLE])
+    try:
+        rank, size = parse(os.environ[VARIABLE])
+    except ValueError as error:
+        raise SystemExit(f"{VARIABLE}: {error}") from error
     owner = getattr(importlib.import_module(MODEL), OWNER, object)
     original = owner.__init__
     if not {"attn_tp_rank", "attn_tp_size"} <= set(inspect.signature(original).parameters):
-        raise ValueError(f"{VARIABLE}: this SGLang's layers take no attention-TP rank")
+        raise SystemExit(f"{VARIABLE}: this SGLang's layers take no attention-TP rank")
     said = False
 
     @functools.wraps(original)

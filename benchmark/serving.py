@@ -15,12 +15,12 @@ arms get the same prompts: random token ids, new ones each round and concurrency
 each measurement. The first round is left out (`--warm-up-rounds`): in it the arm that goes first compiles kernels that
 the other then finds on disk.
 
-A request that fails, or ends with other than the tokens asked for, is counted, printed and makes the exit code 1; a
-measurement with one gets no time. A started server's log must say that headfit answered decode calls in the plugin's
-arm, with a kernel of its own in every worker and no call left to the server's, and none in stock's, with the heads that
-the rows state, or the run ends; from it come the decode step's milliseconds by running requests, too. With
-`--profile N`: its profiler's kernels at concurrency N. `--stop-after` ends early with the rounds that are done, one at
-least; a profile is still taken side by side.
+A request that fails, or ends with other than the tokens asked for, is counted, printed and makes the exit code 1, as a
+profile does that could not be taken; a measurement with one gets no time. A started server's log must say that headfit
+answered decode calls in the plugin's arm, with a kernel of its own in every worker and no call left to the server's,
+and none in stock's, with the heads that the rows state, or the run ends; from it come the decode step's milliseconds by
+running requests, too. With `--profile N`: its profiler's kernels at concurrency N. `--stop-after` ends early with the
+rounds that are done, one at least; a profile is still taken side by side.
 
 RESULT.json is written after every round that counts and holds whole rounds only: `complete` once nothing is left to
 do, `error` where something ended the run before, `verified` where the rows' servers ran here and their logs were read.
@@ -48,7 +48,7 @@ import serving_report as report
 import serving_server
 from measured_on import git_commit, gpu_name, package_version
 from serving_arguments import ARMS, PORT_STEP, parse
-from serving_client import run_load
+from serving_client import Request, run_load
 from serving_server import ServerError, flush_cache, get, post
 
 ATTENTION_KERNELS = r"flash_fwd|splitkv|mla_combine|mla_metadata|sparse_mqa"
@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result["complete"] = True
     print("\n".join([*report.table(result["rows"]), *report.notes(result)]))
     print(json.dumps({name: value for name, value in result.items() if name != "rows"}))
-    return int(result["num_errors"] + result["num_warm_up_errors"] > 0)
+    failed = any("error" in found for found in result["profiles"].values())
+    return int(failed or result["num_errors"] + result["num_warm_up_errors"] > 0)
 
 
 def _failed(out: Path, result: dict[str, Any], error: str, exit_code: int) -> int:
@@ -168,7 +169,7 @@ def _side_by_side(args: argparse.Namespace, result: dict[str, Any]) -> None:
         args.attach = urls
         _rounds(args, result, one)
         if args.profile:
-            result["profiles"] = {arm: profile(args, url) for arm, url in urls.items()}
+            result["profiles"] = {arm: profiled(args, url, logs[arm]) for arm, url in urls.items()}
     for arm, log in logs.items():
         _read_log(args, arm, log, result, warmed[arm])
 
@@ -183,7 +184,7 @@ def _started_round(args: argparse.Namespace, number: int, found: dict[str, Any])
                 found["rows"].append(row | measure(args, urls[arm], number, concurrency, log))
                 _say(found["rows"][-1])
             if args.profile and number == args.rounds - 1:
-                found["profiles"][arm] = profile(args, urls[arm])
+                found["profiles"][arm] = profiled(args, urls[arm], log)
         _read_log(args, arm, log, found)
 
 
@@ -222,13 +223,14 @@ def _server(
         "HEADFIT_BACKEND": "off" if arm == report.STOCK else args.backend,
         "SGLANG_TORCH_PROFILER_DIR": str(traces),
     }
-    environment |= {name: value for owner, name, value in args.env if owner == arm}
-    environment.pop(lone_rank.VARIABLE, None)
+    for name in (lone_rank.VARIABLE, "HEADFIT_CHECK"):  # the latter would be measured with the kernel
+        environment.pop(name, None)
     if args.lone_rank is not None:
         plugin = args.profile_dir / "lone-rank"
         lone_rank.write_entry_points(plugin, {"headfit_lone_rank": "lone_rank:register"})
         path = [str(plugin), str(Path(__file__).resolve().parent), environment.get("PYTHONPATH", "")]
         environment |= {lone_rank.VARIABLE: args.lone_rank, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    environment |= {name: value for owner, name, value in args.env if owner == arm}
     url = f"http://127.0.0.1:{port}"
     return serving_server.started(command, environment, url=url, log=log, timeout_s=args.start_timeout, stop=stop)
 
@@ -259,7 +261,7 @@ def measure(
 ) -> dict[str, Any]:
     """One cell of the table: warm-up, an empty prefix cache, then the load. With a failed request there is no time.
 
-    log: the server's, if it is here: how often the load filled the KV cache.
+    log: the server's, if it is here: how often the load filled the KV cache, and how many requests waited for it.
     """
     load = {"concurrency": concurrency, "max_new_tokens": args.output_tokens}
     generator = random.Random(f"{args.seed}/{number}/{concurrency}")
@@ -273,42 +275,73 @@ def measure(
     requests = run_load(url, prompts, **load)
     row = report.metrics(requests)
     if log:
-        row["num_retractions"] = report.num_retractions(log.read_bytes()[before:].decode(errors="replace"))
+        said = log.read_bytes()[before:].decode(errors="replace")
+        row |= {"num_retractions": report.num_retractions(said), "num_waiting": report.num_waiting(said)}
     if row["num_errors"]:
         print(f"  {row['num_errors']} failed: {next(r.error for r in requests if r.error)}", file=sys.stderr)
         row = {name: value if name.startswith("num_") else None for name, value in row.items()}
     return row
 
 
-def profile(args: argparse.Namespace, url: str) -> dict[str, Any]:
-    """The kernels of some decode steps under load, from the profiler of attention-TP rank 0."""
+def profiled(args: argparse.Namespace, url: str, log: Path) -> dict[str, Any]:
+    """`profile`, or its error: what was measured before counts without it."""
+    try:
+        return profile(args, url, log)
+    except ServerError as error:
+        print(f"serving.py: no profile: {error}", file=sys.stderr)
+        return {"error": str(error)}
+
+
+def profile(args: argparse.Namespace, url: str, log: Path) -> dict[str, Any]:
+    """The kernels of some decode steps under load, from the profiler of attention-TP rank 0.
+
+    Raises:
+        ServerError: there is no trace, or not of decode steps alone, with as many requests as asked for.
+    """
     generator = random.Random(f"{args.seed}/profile")
     prompts = [
         [generator.randrange(2, args.vocab_size) for _ in range(args.prompt_tokens)] for _ in range(args.profile)
     ]
     before = set(args.profile_dir.rglob("*.trace.json.gz"))
     load = {"concurrency": args.profile, "max_new_tokens": PROFILED_LENGTHS * args.output_tokens}
-    thread = threading.Thread(target=run_load, args=(url, prompts), kwargs=load)
+    requests: list[Request] = []
+    thread = threading.Thread(target=lambda: requests.extend(run_load(url, prompts, **load)))
     thread.start()
-    time.sleep(PREFILL_S)
-    post(url, "/start_profile", {"num_steps": PROFILED_STEPS, "activities": ["GPU"]})
-    deadline = time.monotonic() + TRACE_S
-    while not (traces := sorted(set(args.profile_dir.rglob("*TP-0*.trace.json.gz")) - before)):
-        if time.monotonic() > deadline:
-            raise ServerError(f"the profiler left no trace under {args.profile_dir}")
-        time.sleep(0.25)
-    if not thread.is_alive():
+    try:
+        time.sleep(PREFILL_S)
+        before_steps = log.stat().st_size
+        post(url, "/start_profile", {"num_steps": PROFILED_STEPS, "activities": ["GPU"]})
+        deadline = time.monotonic() + TRACE_S
+        while not (traces := sorted(set(args.profile_dir.rglob("*TP-0*.trace.json.gz")) - before)):
+            if time.monotonic() > deadline:
+                raise ServerError(f"the profiler left no trace under {args.profile_dir}")
+            time.sleep(0.25)
+        is_loaded, end = thread.is_alive(), time.perf_counter()
+        said = log.read_bytes()[before_steps:].decode(errors="replace")
+        events = _trace_events(traces[-1], deadline)
+    except ServerError:
+        _end_load(url, thread)
+        raise
+    _end_load(url, thread)
+    if failed := [request.error for request in requests if request.error and request.last < end]:
+        raise ServerError(f"{len(failed)} of {args.profile} profiled requests failed: {failed[0]}")
+    if not is_loaded:
         raise ServerError("the profiled load ended before its profile; give more --output-tokens")
-    events = _trace_events(traces[-1], deadline)
-    with contextlib.suppress(ServerError):  # what the load was for is done
-        post(url, "/abort_request", {"abort_all": True})
-    thread.join()
+    if "Prefill batch" in said:
+        raise ServerError("the server computed a prompt while decode steps were profiled")
     found = report.kernel_shares(events, ATTENTION_KERNELS)
     launches = {name: kernel["launches"] for name, kernel in found["attention_kernels"].items()}
     if not launches or any(count % PROFILED_STEPS for count in launches.values()):
         what = ", ".join(f"{count} launches of {name}" for name, count in launches.items()) or "no attention kernel"
         raise ServerError(f"not all {PROFILED_STEPS} profiled steps were decode steps: {what}")
     return {"steps": PROFILED_STEPS, "concurrency": args.profile, **found}
+
+
+def _end_load(url: str, thread: threading.Thread) -> None:
+    """What the load was for is done; the other server is measured without it."""
+    with contextlib.suppress(ServerError):
+        post(url, "/abort_request", {"abort_all": True})
+    thread.join()
 
 
 def _trace_events(path: Path, deadline: float) -> list[dict[str, Any]]:

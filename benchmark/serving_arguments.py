@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ CONCURRENCIES = (1, 8, 32, 64, 128)
 ARMS = (report.STOCK, report.PLUGIN)
 MAX_PORT = 65_535
 PORT_STEP = 20  # between the ports of two servers, for what each opens next to its own
+TP_SIZE = ("--tp-size", "--tp", "--tensor-parallel-size")  # SGLang's names of it
 
 
 def parse(arguments: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
@@ -38,7 +41,7 @@ def parse(arguments: Sequence[str] | None = None, description: str | None = None
     parser.add_argument("--backend", default="auto", help="HEADFIT_BACKEND of the plugin arm (default: auto)")
     parser.add_argument("--rounds", type=_whole(1), default=5, help="pairs of arms (default: 5)")
     parser.add_argument("--warm-up-rounds", type=_whole(0), default=1, help="pairs before them, not kept (default: 1)")
-    parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="start no round that would end later")
+    parser.add_argument("--stop-after", type=_seconds, metavar="SECONDS", help="start no round that would end later")
     parser.add_argument("--concurrency", type=_whole(1), nargs="+", default=list(CONCURRENCIES))
     parser.add_argument(
         "--requests-per-slot", type=_whole(1), default=4, help="requests a measurement, times concurrency"
@@ -48,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None, description: str | None = None
     parser.add_argument("--output-tokens", type=_whole(1), default=256)
     parser.add_argument("--vocab-size", type=_whole(3), default=32_768, help="prompts are ids from 2 to this")
     parser.add_argument("--port", type=_whole(1, MAX_PORT), default=30_000)
-    parser.add_argument("--start-timeout", type=float, default=600.0, metavar="SECONDS")
+    parser.add_argument("--start-timeout", type=_seconds, default=600.0, metavar="SECONDS")
     parser.add_argument(
         "--profile", type=_whole(1), metavar="CONCURRENCY", help="profile one decode there, in the last round"
     )
@@ -74,6 +77,10 @@ def parse(arguments: Sequence[str] | None = None, description: str | None = None
         parser.error(f"--port: {args.port}, allowed with --side-by-side: at most {MAX_PORT - PORT_STEP}")
     if args.backend != parser.get_default("backend"):
         _check_backend(parser, args.backend)
+    if args.server:
+        _check_server(parser, args.server)
+    if args.lone_rank is not None:
+        _check_lone_rank(parser, args)
     return args
 
 
@@ -91,6 +98,17 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def _seconds(text: str) -> float:
+    """An argparse type: finite numbers above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}, allowed: a finite number above 0")
+    return value
 
 
 def _plotted(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
@@ -111,6 +129,31 @@ def _check_backend(parser: argparse.ArgumentParser, backend: str) -> None:
     allowed = [name for name in BACKENDS if name != "off"]
     if backend not in allowed:
         parser.error(f"--backend: {backend!r}, allowed: {', '.join(allowed)}")
+
+
+def _check_server(parser: argparse.ArgumentParser, server: Sequence[str]) -> None:
+    if not any("{port}" in part for part in server):
+        command = shlex.join(server)
+        parser.error(f"server: {command!r}, allowed: a command with {{port}} where the port goes")
+
+
+def _check_lone_rank(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    _, size = lone_rank.parse(args.lone_rank)
+    if args.num_heads is not None and args.num_heads % size:
+        parser.error(f"--num-heads: {args.num_heads}, allowed with --lone-rank {args.lone_rank}: multiples of {size}")
+    option, tp_size = _tp_size(args.server)
+    if tp_size != "1":
+        parser.error(f"the server command's {option}: {tp_size!r}, allowed with --lone-rank {args.lone_rank}: 1")
+
+
+def _tp_size(server: Sequence[str]) -> tuple[str, str]:
+    """The option that gives the server its TP size, and its value: the last one, as the server takes it."""
+    found = TP_SIZE[0], "1"
+    for part, after in zip(server, [*server[1:], ""], strict=True):
+        option, equals, value = part.partition("=")
+        if option in TP_SIZE:
+            found = option, value if equals else after
+    return found
 
 
 def _attached(parser: argparse.ArgumentParser, texts: Sequence[str]) -> dict[str, str]:

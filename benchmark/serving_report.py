@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -19,8 +20,10 @@ NOT_OURS = ("stands down", "headfit leaves a ", "could not be prepared")  # each
 # One-sided 95% quantiles of Student's t by degrees of freedom 1..15; beyond, the last one is an upper bound.
 _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 _DECODE_LINE = re.compile(
-    r"Decode batch.*#running-req: (\d+),.*cuda graph: (\w+).*gen throughput \(token/s\): ([\d.]+)"
+    r"Decode batch.*#running-req: (\d+),(?:.* accept len: ([\d.]+),)?"
+    r".*cuda graph: (\w+).*gen throughput \(token/s\): ([\d.]+)"
 )
+_WAITING = re.compile(r"Decode batch.*#queue-req: (\d+)")
 
 Row = dict[str, Any]
 
@@ -55,18 +58,35 @@ def percentile(ascending: Sequence[float], percent: float) -> float | None:
 
 
 def decode_step_ms(log: str) -> dict[str, float]:
-    """Median milliseconds of a decode step by the number of running requests, of steps that replayed a CUDA graph."""
+    """Median milliseconds of a decode step by the number of running requests, of steps that replayed a CUDA graph.
+
+    With speculative decoding a step yields `accept len` tokens a request.
+    """
     found: dict[int, list[float]] = {}
     for match in _DECODE_LINE.finditer(log):
-        running, graph, rate = int(match[1]), match[2], float(match[3])
+        running, accepted, graph, rate = int(match[1]), float(match[2] or 1), match[3], float(match[4])
         if graph == "True" and running and rate > 0:
-            found.setdefault(running, []).append(1e3 * running / rate)
+            found.setdefault(running, []).append(1e3 * running * accepted / rate)
     return {str(running): median(times) for running, times in sorted(found.items())}
 
 
 def num_retractions(log: str) -> int:
-    """How often the KV cache was full, so that the server took requests back and computed them again later."""
-    return log.count("Retract requests")
+    """How often the KV cache was full, so that the server took requests back and computed them again later.
+
+    All attention-TP ranks of a DP rank log the same event.
+    """
+    times: dict[str, Counter[str]] = {}
+    for line in log.splitlines():
+        if "Retract requests" in line:
+            stamp = line.partition("]")[0]  # [2026-12-01 13:12:33 DP1 TP3]
+            dp, tp = (" ".join(re.findall(rf"\b{kind}\d+\b", stamp)) for kind in ("DP", "TP"))
+            times.setdefault(dp, Counter())[tp] += 1
+    return sum(max(of_ranks.values()) for of_ranks in times.values())
+
+
+def num_waiting(log: str) -> int:
+    """The most requests that waited for room while others decoded."""
+    return max((int(match[1]) for match in _WAITING.finditer(log)), default=0)
 
 
 def plugin_lines(log: str) -> list[str]:
@@ -79,8 +99,8 @@ def plugin_lines(log: str) -> list[str]:
 def log_fault(said: Sequence[str], arm: str, rows: Sequence[Row], *, backend: str, is_lone_rank: bool) -> str:
     """Why a server's `plugin_lines` do not bear out its arm and its rows' facts; empty where they do.
 
-    backend: the plugin arm's HEADFIT_BACKEND. All workers must have said that they run it, and no call may have gone
-    to the server's kernel; with `flashmla` that kernel runs.
+    backend: the plugin arm's HEADFIT_BACKEND. All workers must have said that they run it and have answered calls, and
+    none may have left one to the server's kernel; with `flashmla` that kernel runs.
     """
     if arm == PLUGIN and (line := next((line for line in said if any(mark in line for mark in NOT_OURS)), "")):
         return f"the plugin server does not run as told: {line}"
@@ -102,12 +122,17 @@ def log_fault(said: Sequence[str], arm: str, rows: Sequence[Row], *, backend: st
 
 def _workers_fault(said: Sequence[str], num_workers: int, *, own: bool) -> str:
     lines = [line for line in said if KERNEL_SAID in line]
-    processes = {match[1] for line in lines if (match := re.search(r"process (\d+) ", line))}
+    processes, answered = (
+        {match[1] for line in some if (match := re.search(r"process (\d+)\b", line))}
+        for some in (lines, [line for line in said if line.startswith("headfit answered")])
+    )
     if len(processes) < num_workers:
         return f"{len(processes)} of the plugin server's {num_workers} workers said which kernel decodes: {said}"
     for line in lines:
         if line.partition(KERNEL_SAID)[2].startswith(OWN_KERNEL) != own:
             return f"the plugin server runs {'another kernel than ' if own else ''}{OWN_KERNEL}: {line}"
+    if not own and (silent := processes - answered):
+        return f"headfit answered no call in the plugin server's worker, process {', '.join(sorted(silent))}"
     return ""
 
 
@@ -188,6 +213,11 @@ def notes(result: Row) -> list[str]:
         if times := sum(row.get("num_retractions") or 0 for row in some):
             what = f"{arm} at concurrency {concurrency}: the KV cache was full {times} times in {len(some)} rounds"
             lines.append(f"{what}, and requests were computed again; the server needs a larger one")
+        if most := max(row.get("num_waiting") or 0 for row in some):
+            lines.append(f"{arm} at concurrency {concurrency}: up to {most} requests waited for room while others ran")
+    for arm, profile in result.get("profiles", {}).items():
+        if "error" in profile:
+            lines.append(f"no profile of {arm}: {profile['error']}")
     return lines
 
 
@@ -225,7 +255,9 @@ def plot(result: Row, path: Path) -> None:
         axes.set_xlabel("concurrency")
         axes.set_ylabel(label)
     speed.legend()
-    facts = "{num_local_heads} of {num_heads} heads a rank, TP {tp_size}, SGLang {sglang}"
-    figure.suptitle(facts.format(**result["rows"][0]) if result["rows"] else "no rows")
+    rank = "TP {tp_size}" if result.get("lone_rank") is None else f"lone rank {result['lone_rank']}"
+    facts = "{num_local_heads} of {num_heads} heads a rank, " + rank + ", SGLang {sglang}"
+    title = facts.format(**result["rows"][0]) if result["rows"] else "no rows"
+    figure.suptitle(title + (", incomplete" if result.get("complete") is False else ""))
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
@@ -53,13 +54,24 @@ def answers(arm: str, prompts: list[list[int]], stop_token: int, device: str) ->
     return [answer.token_ids for answer in Runner(model, cache).generate(prompts, sampling, progress=True)]
 
 
-def main() -> None:
-    """Run every arm and write the result."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; what cannot be run ends it with a message."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if found else "cpu")
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not found:
+        parser.error("--device: cuda, allowed where torch sees no GPU: cpu")
+    if args.problems < 1:
+        parser.error(f"--problems: {args.problems}, allowed: at least 1")
+    return args
+
+
+def main() -> None:
+    """Run every arm and write the result."""
+    args = parse()
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     problems = held_out_problems(args.problems)
     prompts = [tokenizer(prompt).input_ids for prompt in few_shot_prompts(problems, tokenizer)]
@@ -73,7 +85,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {
         "benchmark": "tiny_accuracy",
-        "gpu": torch.cuda.get_device_name() if args.device.startswith("cuda") else None,
+        "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": commit or None,

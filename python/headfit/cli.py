@@ -24,6 +24,7 @@ _EXIT_CODES = (
     "exit codes: 0 ok, 1 failed at run time, 2 bad input, 130 interrupted, 143 terminated (SIGTERM), "
     "129 hung up (SIGHUP); errors are one line on stderr"
 )
+_DOCTOR_FAILS = " Exits 1 where a model does not fit, or no SGLang server starts with the plugin's settings."
 _PRESETS = {"flash": (64, 8), "pro": (128, 16)}  # heads and output groups of the released models
 
 
@@ -155,7 +156,7 @@ def _add_plan(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     text = "Show what is installed and which backend auto takes; with --model, what memory a rank needs."
-    parser = _add_command(commands, "doctor", _doctor, text + " Exits 1 where a model does not fit.")
+    parser = _add_command(commands, "doctor", _doctor, text + _DOCTOR_FAILS)
     _add_model(parser, None)
     _add_run_options(parser)
 
@@ -305,7 +306,8 @@ def _doctor(args: argparse.Namespace) -> int:
         memory = None if args.model is None else generate.model_memory(args)
     report = doctor.report() | {"memory": memory}
     print(json.dumps(report) if args.json else doctor.show(report))
-    return OK if memory is None or memory["fits"] else FAILED
+    fits = memory is None or memory["fits"]
+    return OK if fits and report["sglang_plugin"]["obstacle"] is None else FAILED
 
 
 def _eval(args: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ def report() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {module: _version(module) for module in _PACKAGES},
-        "sglang_plugin": _plugin(),
+        "sglang_plugin": _plugin(device),
         "cpu": {"count": os.cpu_count(), "memory_available": available_memory("cpu")},
         "gpus": [_gpu(i) for i in range(torch.cuda.device_count() if device == "cuda" else 0)],
         "backend": {"auto": chosen, "reason": reason, "device": device, "available": list(backends.BACKEND_NAMES)},
@@ -54,24 +54,42 @@ def _version(module: str) -> str | None:
     return "unknown" if importlib.util.find_spec(module) else None
 
 
-def _plugin() -> dict[str, Any]:
-    """Whether SGLang would load headfit (an entry point of ours in its plugin group), and with which settings."""
+def _plugin(device: str) -> dict[str, Any]:
+    """Whether SGLang would load headfit (an entry point of ours in its plugin group), and with which settings.
+
+    `obstacle` is what in them keeps a server from starting.
+    """
     from headfit.hosts.sglang.settings import Settings
 
     ours = [e for e in importlib.metadata.entry_points(group=PLUGIN_GROUP) if e.module.split(".")[0] == "headfit"]
     allowed = os.environ.get("SGLANG_PLUGINS", "")  # SGLang's list of plugin names; none, of a list without any
     names = {name.strip() for name in allowed.split(",")}
     try:
-        settings: dict[str, str] | str = Settings.from_environment().as_environment()
+        read = Settings.from_environment()
+        settings, obstacle = read.as_environment(), _kernel_obstacle(read.backend, device)
     except ValueError as error:
-        settings = f"{error}; a server does not start with that"
+        settings, obstacle = None, str(error)
     return {
         "group": PLUGIN_GROUP,
         "registered": bool(ours),
         "entry_points": [f"{e.name} = {e.value}" for e in ours],
         "excluded_by": None if not allowed or any(e.name in names for e in ours) else f"SGLANG_PLUGINS={allowed}",
         "settings": settings,
+        "obstacle": obstacle,
     }
+
+
+def _kernel_obstacle(backend: str, device: str) -> str | None:
+    """Why the plugin cannot have the kernel that its settings ask for by name, built as the plugin builds it."""
+    from headfit import backends
+
+    if backend in ("auto", "off", "flashmla"):  # the server's own kernel will do
+        return None
+    try:
+        backends.create(backend, device=device)
+    except (ValueError, ImportError) as error:
+        return f"HEADFIT_BACKEND={backend} cannot be had: {error}"
+    return None
 
 
 def _gpu(index: int) -> dict[str, Any]:
@@ -111,9 +129,14 @@ def show(report: dict[str, Any]) -> str:
 
 
 def _plugin_state(plugin: dict[str, Any]) -> str:
-    settings = plugin["settings"]
-    shown = settings if isinstance(settings, str) else " ".join(f"{name}={value}" for name, value in settings.items())
-    return "; ".join(["", shown, *(f"not loaded: {reason}" for reason in [plugin["excluded_by"]] if reason)])
+    parts = [""]
+    if plugin["settings"] is not None:
+        parts.append(" ".join(f"{name}={value}" for name, value in plugin["settings"].items()))
+    if plugin["obstacle"]:
+        parts.append(f"{plugin['obstacle']}; a server does not start with that")
+    if plugin["excluded_by"]:
+        parts.append(f"not loaded: {plugin['excluded_by']}")
+    return "; ".join(parts)
 
 
 def _show_memory(memory: dict[str, Any]) -> list[str]:

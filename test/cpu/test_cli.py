@@ -297,10 +297,49 @@ def test_doctor_reads_sglangs_list_of_plugins(capfd, monkeypatch, listed, loaded
 
 
 def test_doctor_names_a_setting_with_which_no_server_starts(capfd, monkeypatch):
+    allowed = "allowed: auto, sparse_mqa_cuda, unified_kv_triton, flashmla, off, reference"
     monkeypatch.setenv("HEADFIT_BACKEND", "sparse_mqa")
-    assert cli.main(["doctor"]) == cli.OK
-    assert "HEADFIT_BACKEND: 'sparse_mqa', allowed: auto" in (out := capfd.readouterr().out)
-    assert "a server does not start with that" in out
+    assert cli.main(["doctor"]) == cli.FAILED
+    out = capfd.readouterr().out
+    assert f"; HEADFIT_BACKEND: 'sparse_mqa', {allowed}; a server does not start with that\n" in out
+    assert out.splitlines()[-1].startswith("  backends: ")
+    assert cli.main(["doctor", "--json"]) == cli.FAILED
+    plugin = json.loads(capfd.readouterr().out)["sglang_plugin"]
+    assert plugin["settings"] is None and plugin["obstacle"] == f"HEADFIT_BACKEND: 'sparse_mqa', {allowed}"
+
+
+@pytest.mark.parametrize("backend", ["sparse_mqa_cuda", "unified_kv_triton"])
+def test_doctor_names_a_kernel_that_the_plugin_cannot_have(capfd, monkeypatch, backend):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setenv("HEADFIT_BACKEND", backend)
+    assert cli.main(["doctor"]) == cli.FAILED
+    reason = f"HEADFIT_BACKEND={backend} cannot be had: backend {backend}: needs a CUDA GPU, the device is cpu"
+    lines = capfd.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("  SGLang plugin: ")]
+    settings = f"HEADFIT_BACKEND={backend} HEADFIT_CHECK=0"
+    assert line.endswith(f"; {settings}; {reason}; a server does not start with that")
+    assert lines[-1].startswith("  backends: ")
+    assert cli.main(["doctor", "--json"]) == cli.FAILED
+    assert json.loads(capfd.readouterr().out)["sglang_plugin"]["obstacle"] == reason
+
+
+def test_doctor_names_a_library_that_the_plugin_cannot_have(capfd, monkeypatch):
+    def create(name, **_):
+        raise ImportError("libnvrtc does not load: planted")
+
+    monkeypatch.setattr("headfit.backends.create", create)
+    monkeypatch.setenv("HEADFIT_BACKEND", "sparse_mqa_cuda")
+    assert cli.main(["doctor"]) == cli.FAILED
+    wanted = "; HEADFIT_BACKEND=sparse_mqa_cuda cannot be had: libnvrtc does not load: planted; a server does not start"
+    assert wanted in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["auto", "flashmla", "off", "reference"])
+def test_doctor_accepts_what_needs_no_kernel_of_ours(capfd, monkeypatch, backend):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("HEADFIT_BACKEND", backend)
+    assert run_json(capfd, "doctor")["sglang_plugin"]["obstacle"] is None
 
 
 def test_doctor_estimates_a_rank(capfd, model, monkeypatch):

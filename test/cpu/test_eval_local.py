@@ -8,10 +8,12 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from headfit import cli
 from headfit.assets.word_problems import held_out_problems
@@ -19,6 +21,7 @@ from headfit.evals.store import read_run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 bench = importlib.import_module("eval_tiny")
+tiny_accuracy = importlib.import_module("tiny_accuracy")
 
 PROBLEMS = 50
 LONGEST = ("--max-tokens", 56)  # a right answer has at most 50 tokens
@@ -132,3 +135,27 @@ def test_bad_input_is_refused_before_a_model_is_loaded(capfd, tmp_path, more, pa
     assert cli.main(sampled(tmp_path, "run.jsonl", *more)) == cli.BAD_INPUT
     err = capfd.readouterr().err
     assert part in err and err.count("\n") == 1 and not (tmp_path / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize("program", [bench, tiny_accuracy], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "cuda"), "--device: cuda, allowed where torch sees no GPU: cpu"),
+        (("--device", "foo"), "argument --device: invalid choice: 'foo' (choose from 'cpu', 'cuda')"),
+        (("--problems", "0"), "--problems: 0, allowed: at least 1"),
+        (("--problems", "-1"), "--problems: -1, allowed: at least 1"),
+    ],
+)
+def test_a_benchmark_that_cannot_run_says_so_in_one_line(capsys, monkeypatch, tmp_path, program, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    said = capsys.readouterr().err.splitlines()[-1]
+    # argparse quotes the choices in some Python versions only
+    assert ended.value.code == 2 and said.replace("from cpu, cuda", "from 'cpu', 'cuda'").endswith(
+        f": error: {message}"
+    )
+    assert not list(tmp_path.iterdir())

@@ -34,6 +34,7 @@ code is 1 where a check does not hold, an arm failed or the run was interrupted,
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -282,6 +283,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("tp_size", "num_heads", "steps", "prompt_sets", "side_by_side"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)}, allowed: at least 1")
+    if not 0 < args.memory_fraction < 1:
+        parser.error(f"--memory-fraction: {args.memory_fraction}, allowed: above 0 and below 1")
+    if not 0 < args.start_timeout < math.inf:
+        parser.error(f"--start-timeout: {args.start_timeout}, allowed: a finite number above 0")
     if not args.out.parent.is_dir() or args.out.is_dir():
         parser.error(f"--out: {args.out}, allowed: a file in a folder that exists")
     args.attn_tp_size = args.tp_size
@@ -348,7 +353,7 @@ def environment(args: argparse.Namespace, arm: str, work: Path, folder: Path) ->
     one = ARMS[arm]
     path = [str(work / "entry-point"), str(HERE), str(BENCHMARK), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        **{name: value for name, value in os.environ.items() if name != lone_rank.VARIABLE},
+        **{name: value for name, value in os.environ.items() if name not in (lone_rank.VARIABLE, "HEADFIT_CHECK")},
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
         "HEADFIT_BACKEND": "off" if one.stock else args.backend,

@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         if Handler.served == self.faults.die_at and os.environ["HEADFIT_BACKEND"] != "off":
             os._exit(3)
-        if fails:
+        if fails or (self.faults.refuse_long and body["sampling_params"]["max_new_tokens"] > 100):
             return self._answer(400, b'{"error": {"message": "planted"}}')
         if garbles:
             self.close_connection = True
@@ -73,7 +73,9 @@ class Handler(BaseHTTPRequestHandler):
         wanted = body["sampling_params"]["max_new_tokens"]
         time.sleep(5 * STEP)
         if self.faults.retract and os.environ["HEADFIT_BACKEND"] == "off":
-            print("KV cache pool is full. Retract requests. #retracted_reqs: 1", flush=True)
+            for rank in range(self.faults.workers):
+                print(f"[2026 TP{rank}] KV cache pool is full. Retract requests. #retracted_reqs: 1", flush=True)
+            print("[2026 TP0] Decode batch, #running-req: 1, #queue-req: 7", flush=True)
         last = 1 if aborts else wanted - shortens
         for count in range(1, last + 1):
             end = {"type": "length", "length": wanted}
@@ -130,10 +132,21 @@ def _parse():
     parser.add_argument("--slow-start", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--slow-trace", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--workers", type=int, default=int(os.environ.get("FAKE_TP_SIZE", 4)))
+    parser.add_argument("--answering", type=int, default=64, help="of the workers, how many answer calls")
     parser.add_argument("--kernel", default="fake (asked for)", help="what the workers say that they run")
     parser.add_argument("--say", default="", help="one more line of the plugin's server")
     parser.add_argument("--say-late", default="", help="a line of a profiled server")
-    for name in ("die", "silent", "whole", "other-heads", "no-info", "hang", "retract", "prefill-in-trace"):
+    for name in (
+        "die",
+        "silent",
+        "whole",
+        "other-heads",
+        "no-info",
+        "hang",
+        "retract",
+        "prefill-in-trace",
+        "refuse-long",
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 
@@ -143,8 +156,8 @@ def _say_what_runs(faults):
         for rank in range(faults.workers):
             said = f"process {100 + rank} on cpu: 6 layers; decode kernel: {faults.kernel}; sinks: views"
             print(f"[2026 TP{rank}] INFO: headfit 0 in SGLang 0.0.1, {said}")
-        if not faults.kernel.startswith("the server's own"):
-            print("INFO headfit answered 1 decode calls")
+            if not faults.kernel.startswith("the server's own") and rank < faults.answering:
+                print(f"INFO headfit answered 1 decode calls of 1 layers in process {100 + rank}")
         print(faults.say, flush=True)
     if "HEADFIT_LONE_RANK" in os.environ and not faults.whole:
         rank, _, size = os.environ["HEADFIT_LONE_RANK"].partition("/")

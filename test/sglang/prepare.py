@@ -1,12 +1,16 @@
 """Lay out stock SGLang versions for the tests: `python test/sglang/prepare.py FOLDER`, then HEADFIT_SGLANG=FOLDER.
 
 Each wheel is unpacked without its dependencies into FOLDER/<version>; the few light packages that its model file
-imports go to FOLDER/packages, the transformers of the older versions to FOLDER/transformers. One torch serves all.
+imports go to FOLDER/packages, the transformers of the older versions to FOLDER/transformers. One torch serves all. What
+is downloaded with pip takes about 800 MB of disk; what is already there is left as it is.
 """
 
+import argparse
+import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 VERSIONS = ("0.5.23", "0.5.16", "0.5.13.post1")
@@ -47,7 +51,20 @@ def _pip(command: str, *arguments: object) -> None:
     subprocess.run([sys.executable, "-m", "pip", command, "-q", "--no-deps", *map(str, arguments)], check=True)
 
 
+def parse(arguments: Sequence[str] | None = None) -> Path:
+    """The command line's folder; what can be none ends it with a message."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=_folder, metavar="FOLDER", help="where it goes; made where there is none")
+    return parser.parse_args(arguments).folder
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    blocked = any(os.path.lexists(part) and not part.is_dir() for part in (path, *path.parents))
+    if not text or text.startswith("-") or blocked:
+        raise argparse.ArgumentTypeError(f"{text!r}, allowed: a folder or a new one's name, without '-' in front")
+    return path
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    main(parse())

@@ -4,12 +4,14 @@ import ast
 import logging
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 from headfit import backends
 from headfit.hosts.sglang import plugin as plugin_module
+from headfit.hosts.sglang import sinks as sinks_module
 from headfit.hosts.sglang.capabilities import ServerCode, UnsupportedServer, read_server
 from headfit.hosts.sglang.plugin import AUTO_MAX_HEADS, Plugin
 from headfit.hosts.sglang.settings import Settings
@@ -231,9 +233,9 @@ def test_a_draft_layer_that_cannot_be_kept_is_left_to_the_server_by_itself(make,
     with caplog.at_level(logging.WARNING, "headfit"):
         build(plugin, bad)
     assert plugin.active and plugin.sinks.layers == (first,) and "leaves a layer to the server" in caplog.text
-    assert plugin._around_forward(lambda layer: plugin.seam._running.__dict__.copy(), bad) == {}
+    assert plugin._around_forward(lambda layer: getattr(plugin.seam._thread, "run", None), bad) is None
     assert plugin._around_local_sink(lambda layer: "theirs", bad) == "theirs"
-    assert plugin._around_forward(lambda layer: plugin.seam._running.layer, first) is first
+    assert plugin._around_forward(lambda layer: plugin.seam._thread.run.layer, first) is first
     plugin.settings = Settings(backend="sparse_mqa_cuda")
     with pytest.raises(RuntimeError, match="HEADFIT_BACKEND=sparse_mqa_cuda cannot be had"):
         build(plugin, Layer(dtype=torch.bfloat16))
@@ -250,12 +252,15 @@ def test_after_standing_down_updates_still_reach_the_sinks_that_have_a_home(make
     assert (first._attn_sink_local[:16] == 2).all()
 
 
-def test_a_check_that_compares_nothing_says_so(make, caplog):
-    plugin = make(Backend(), backend="flashmla", check=True)
+def test_a_check_that_would_compare_nothing_is_refused(make):
+    plugin = make(Backend(), seams=(), check=True)
     build(plugin, Layer())
-    with caplog.at_level(logging.WARNING, "headfit"):
+    with pytest.raises(
+        RuntimeError, match=r"HEADFIT_CHECK=1 cannot be had in .* the decode kernel is the server's own"
+    ):
         plugin._around_load(lambda: None)
-    assert "HEADFIT_CHECK=1 compares nothing: the decode kernel is the server's own" in caplog.text
+    with pytest.raises(RuntimeError, match="HEADFIT_CHECK=1 cannot be had"):
+        make(Backend(), check=True).stand_down("another shape")
     plugin = make(Backend(), backend="reference", check=True)
     build(plugin, layer := Layer())
     plugin._around_load(lambda: None)
@@ -290,7 +295,122 @@ def test_an_error_in_the_layer_comes_through_and_leaves_no_layer_running(make):
 
     with pytest.raises(KeyError, match="theirs"):
         plugin._around_forward(fails, layer)
-    assert plugin.seam is not None and not plugin.seam._running.__dict__
+    assert plugin.seam is not None and plugin.seam._thread.run is None
+
+
+class Batch:
+    def __init__(self, decodes=True, batch_size=3):
+        self.forward_mode, self.batch_size = types.SimpleNamespace(is_decode=lambda: decodes), batch_size
+
+
+def test_a_decode_that_does_not_come_to_the_seam_is_said(make, caplog):
+    """As where the server decodes by another kernel on this GPU."""
+    plugin = make(Backend())
+    layer = Layer()
+    build(plugin, layer)
+    plugin._around_load(lambda: None)
+
+    def calls(layer, batch):
+        return plugin._around_seam(lambda **call: "theirs", q=1)
+
+    with caplog.at_level(logging.WARNING, "headfit"):
+        for batch in (Batch(decodes=False), Batch(batch_size=0)):
+            plugin._around_forward(lambda layer, batch: None, layer, batch)
+        assert plugin._around_forward(calls, layer, Batch()) == "theirs" and plugin.seam.passed_on.total() == 1
+        assert "layer's decode" not in caplog.text and "auto: the faster one" in plugin.kernel
+        for _ in range(2):
+            assert plugin._around_forward(lambda layer, batch: "done", layer, batch=Batch()) == "done"
+    said = "leaves a layer's decode to the server: the layer's decode does not call module.function here"
+    assert caplog.text.count(said) == 1
+    assert plugin.status()["kernel"].startswith("the server's own (auto: the layer's decode does not call")
+
+
+@pytest.mark.parametrize("settings", [{"backend": "reference"}, {"check": True}], ids=["by name", "check"])
+def test_a_decode_that_does_not_come_to_the_seam_is_refused_where_it_was_asked_for(make, settings):
+    plugin = make(Backend(), **settings)
+    layer = Layer()
+    build(plugin, layer)
+    plugin._around_load(lambda: None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cannot be had in .*: the layer's decode does not call"):
+            plugin._around_forward(lambda layer, batch: None, layer, Batch())
+
+
+@pytest.mark.parametrize("settings", [{}, {"backend": "reference"}], ids=["auto", "by name"])
+def test_a_layer_whose_parameters_are_swapped_is_left_to_the_server(make, caplog, monkeypatch, settings):
+    """As by CPU offload, which runs a layer with copies of its parameters: at another address in every forward."""
+    plugin = make(Backend(), **settings)
+    plugin.sinks.shape = "cached"
+    layer, kept = Layer(), Layer()
+    build(plugin, layer, kept)
+    plugin._around_load(lambda: None)
+    layer.forward = types.MethodType(
+        lambda self: plugin._around_forward(lambda layer: layer.attn_sink.clone(), self), layer
+    )
+    monkeypatch.setattr(sinks_module, "_is_capturing", lambda tensor: True)
+
+    def run():
+        return torch.func.functional_call(layer, {"attn_sink": torch.arange(128.0)}, ())
+
+    if settings:
+        with pytest.raises(RuntimeError, match=r"HEADFIT_BACKEND=reference cannot be had .*CPU offload"):
+            run()
+        return
+    with caplog.at_level(logging.WARNING, "headfit"):
+        assert torch.equal(run(), torch.arange(128.0)) and torch.equal(run(), torch.arange(128.0))
+    assert caplog.text.count("leaves a layer to the server") == 1 and "CPU offload" in caplog.text
+    assert plugin.active and plugin.sinks.layers == (kept,) and layer._attn_sink_local is None
+
+
+def test_the_kernel_is_chosen_for_the_gpu_where_some_layers_are_offloaded(make, monkeypatch):
+    plugin = make(Backend())
+    layers = [Layer() for _ in range(8)]
+    build(plugin, *layers)
+    layers[-1].attn_sink = torch.nn.Parameter(torch.empty(128, device="meta"))  # a device, with no GPU at hand
+    seen = []
+    monkeypatch.setattr(plugin, "_choose_kernel", seen.append)
+    plugin._around_load(lambda: None)
+    assert seen == [torch.device("meta")]
+
+
+def test_an_update_that_fails_brings_rebound_sinks_home(make):
+    plugin = make(Backend())
+    plugin.sinks.shape = "cached"
+    layer = Layer()
+    build(plugin, layer)
+    view = layer._attn_sink_local
+
+    def fails():
+        layer.attn_sink.data = torch.full((128,), 7.0)
+        raise OSError("theirs")
+
+    with pytest.raises(OSError, match="theirs"):
+        plugin._around_update(fails)
+    assert (view[:16] == 7).all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"HEADFIT_CHECK": "1"}, {"HEADFIT_BACKEND": "reference"}])
+def test_whatever_fails_while_the_server_is_read_is_said(monkeypatch, caplog, settings):
+    """SGLang swallows an exception of a plugin; the worker must not go on as stock with something asked for."""
+
+    def fails():
+        raise AssertionError("this GPU is not supported")
+
+    monkeypatch.setattr(plugin_module, "read_server", fails)
+    monkeypatch.setattr(plugin_module, "runs_a_model", lambda: True)
+    for name in ("HEADFIT_CHECK", "HEADFIT_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    said = "AssertionError: this GPU is not supported"
+    if settings:
+        with pytest.raises(SystemExit, match=f"{'='.join(*settings.items())} cannot be had in .*{said}"):
+            plugin_module.register()
+    else:
+        with caplog.at_level(logging.WARNING, "headfit"):
+            plugin_module.register()
+        assert f"stands down, SGLang {plugin_module.sglang_version()} runs as stock: {said}" in caplog.text
+    assert plugin_module.status() == {"active": False}
 
 
 def test_a_rebound_sink_is_refused_in_a_capture(monkeypatch):

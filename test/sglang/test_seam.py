@@ -10,6 +10,7 @@ from flash_mla_stand_in import calls, flash_mla_with_kvcache
 from seam_calls import Layer, make_call
 
 from headfit import backends
+from headfit.hosts.sglang import seam as seam_module
 from headfit.hosts.sglang.seam import Seam
 from headfit.kv_cache import HEAD_DIM, KVRegion, PackedFp8Format
 from headfit.testing.cases import Case, poisoned_pool, reference_float64
@@ -236,6 +237,58 @@ def test_check_mode_lets_nan_agree_with_nan_only(seed):
     seam.backend.decode = hides_nan
     with pytest.raises(RuntimeError, match="layer 0, token 1 of 3, head 0 is off by inf"):
         run(seam, call, 16)
+
+
+def test_check_mode_is_as_strict_for_large_values(seed):
+    """Where a square is no float32 any more; equal infinities agree."""
+    call, arguments = make_call(Case(num_heads=16), seed)
+    factor = 1.0
+
+    def answers(**kwargs):
+        out, lse = decode(**kwargs)
+        return out * (1e30 * factor), lse
+
+    def expected(**kwargs):
+        out, lse = reference(**kwargs)
+        return out * 1e30, lse
+
+    seam = checked_seam(arguments)
+    decode, reference = seam.backend.decode, seam_module.sparse_mqa_ref
+    seam.backend.decode = answers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam_module, "sparse_mqa_ref", expected)
+        run(seam, call, 16)
+        factor = 0.8
+        with pytest.raises(RuntimeError, match=r"is off by 0\.2"):
+            run(seam, call, 16)
+        factor = math.inf
+        with pytest.raises(RuntimeError, match="is off by inf"):
+            run(seam, call, 16)
+        patch.setattr(seam_module, "sparse_mqa_ref", lambda **kwargs: tuple(x * math.inf for x in reference(**kwargs)))
+        run(seam, call, 16)
+
+
+def test_check_mode_refuses_nan_sinks_and_indices_past_the_pool(seed):
+    call, arguments = make_call(Case(num_heads=16), seed)
+    sink = arguments["attn_sink"].clone()
+    seam = checked_seam({"attn_sink": sink})
+    sink[3] = math.nan
+    with pytest.raises(RuntimeError, match="layer 2, attn_sink: NaN among the rank's own"):
+        run(seam, call, 16, layer_id=2)
+    sink.copy_(arguments["attn_sink"])
+    call["indices"][1, 0, 0] = call["k_cache"].shape[0] * call["k_cache"].shape[1]
+    with pytest.raises(IndexError, match=r"window.indices\[row 1, column 0\] is"):
+        run(seam, call, 16)
+
+
+def test_calls_outside_layers_are_said_once(seed, caplog):
+    call, _ = make_call(Case(num_heads=16), seed)
+    seam = make_seam()
+    with caplog.at_level(logging.WARNING, "headfit"):
+        for _ in range(3):
+            assert seam.call(lambda **kwargs: "theirs", **call) == "theirs"
+    assert seam.passed_on == {"no layer of ours is running": 3}
+    assert caplog.text.count("leaves a decode call to the server's kernel: no layer of ours is running") == 1
 
 
 @pytest.mark.parametrize("case", [Case(num_heads=16, absent=1.0), Case(num_tokens=0, num_heads=16)])

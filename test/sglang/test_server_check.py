@@ -103,6 +103,8 @@ def test_a_lone_rank_is_one_worker_that_copies_its_sinks(run, tmp_path, monkeypa
             "stock: [rank, size, heads] of each worker's attention layers"
         ]
     monkeypatch.setenv("HEADFIT_LONE_RANK", "0/2")
+    monkeypatch.setenv("HEADFIT_CHECK", "1")
+    assert "HEADFIT_CHECK" not in check.environment(check.parse(["--out", "x"]), "fault", tmp_path, tmp_path)
     assert "HEADFIT_LONE_RANK" not in check.environment(check.parse(["--out", "x"]), "stock", tmp_path, tmp_path)
     args = check.parse(["--out", "x", *rank])
     assert check.environment(args, "stock", tmp_path, tmp_path)["HEADFIT_LONE_RANK"] == "3/8"
@@ -244,6 +246,16 @@ def test_a_server_that_ended_shows_its_log(run):
         (["--steps", "0"], "--steps: 0"),
         (["--prompt-sets", "0"], "--prompt-sets: 0"),
         (["--arms", "other"], "invalid choice"),
+        *(
+            (["--memory-fraction", text], f"error: --memory-fraction: {text}, allowed: above 0 and below 1\n")
+            for text in ("0.0", "1.0", "60.0", "nan", "inf")
+        ),
+        *(
+            (["--start-timeout", text], f"error: --start-timeout: {text}, allowed: a finite number above 0\n")
+            for text in ("0.0", "nan", "inf")
+        ),
+        (["--memory-fraction=-0.5"], "error: --memory-fraction: -0.5, allowed: above 0 and below 1\n"),
+        (["--start-timeout=-1"], "error: --start-timeout: -1.0, allowed: a finite number above 0\n"),
     ],
 )
 def test_what_cannot_run_is_refused(arguments, message, capsys):

@@ -27,6 +27,7 @@ import serving_server  # noqa: E402
 from serving_client import Request, run_load  # noqa: E402
 
 SMALL = ["--num-heads", "64", "--concurrency", "1", "4", "--prompt-tokens", "8", "--output-tokens", "12"]
+ANSWERED = "headfit answered 1 decode calls of 1 layers in process 100"
 SMALL += ["--requests-per-slot", "2", "--start-timeout", "30", "--warm-up-rounds", "0"]
 
 
@@ -99,7 +100,7 @@ def test_arms_alternate_and_the_faster_one_wins(tmp_path, port, capsys):
     assert summary["pairs"] == 2 and summary["ratio_median"] > 1.1
     assert result["decode_step_ms"]["stock"][0]["2"] == pytest.approx(20.0)
     assert result["decode_step_ms"]["plugin"][1]["2"] == pytest.approx(10.0)
-    assert result["plugin"]["stock"] == [] and "headfit answered 1 decode calls" in result["plugin"]["plugin"]
+    assert result["plugin"]["stock"] == [] and ANSWERED in result["plugin"]["plugin"]
     assert result["complete"] and result["verified"] and result["num_errors"] == 0 and "error" not in result
     printed = capsys.readouterr().out.splitlines()
     assert "verified" not in "".join(printed[:-1]) and json.loads(printed[-1])["complete"]
@@ -224,7 +225,8 @@ def test_decode_steps_of_the_warm_up_are_left_out(tmp_path):
     line = "Decode batch, #running-req: 8, #token: 9, cuda graph: True, gen throughput (token/s): {}\n"
     log = tmp_path / "log"
     log.write_text(line.format(8.0) + line.format(800.0))
-    args, result = serving.parse(["--out", "x", "--", "python"]), {"decode_step_ms": {}, "plugin": {}, "rows": []}
+    args = serving.parse(["--out", "x", "--", "python", "{port}"])
+    result = {"decode_step_ms": {}, "plugin": {}, "rows": []}
     serving._read_log(args, "stock", log, result, warmed=len(line.format(8.0)))
     assert result["decode_step_ms"]["stock"] == [{"8": 10.0}]
 
@@ -240,7 +242,7 @@ def test_side_by_side_each_server_starts_once(tmp_path, port, monkeypatch):
     assert result["summary"]["4"]["pairs"] == 2 and result["decode_step_ms"]["stock"][0]["2"] == pytest.approx(30.0)
     kernels = {"sparse_mqa": {"launches": 10, "us": 25.0}}
     assert [result["profiles"][arm]["attention_kernels"] for arm in ("stock", "plugin")] == [kernels] * 2
-    assert "headfit answered 1 decode calls" in result["plugin"]["plugin"] and not result["plugin"]["stock"]
+    assert ANSWERED in result["plugin"]["plugin"] and not result["plugin"]["stock"]
     for number in (0, 1):
         assert not serving_server.healthy(f"http://127.0.0.1:{port + number * serving.PORT_STEP}")
 
@@ -254,9 +256,12 @@ def test_requests_that_the_cache_had_no_room_for_are_counted(tmp_path, port, cap
     assert [row["num_retractions"] for row in rows] == [
         row["num_requests"] if row["arm"] == "stock" else 0 for row in rows
     ]
+    assert {row["num_waiting"] for row in rows if row["arm"] == "stock"} == {7}
     times = sum(row["num_retractions"] for row in rows)
-    said = [line for line in capsys.readouterr().out.splitlines() if "the KV cache was full" in line]
-    assert len(said) == 1 and f"stock at concurrency 2: the KV cache was full {times} times in 2 rounds" in said[0]
+    said = capsys.readouterr().out
+    assert said.count("the KV cache was full") == said.count("waited for room") == 1
+    assert f"stock at concurrency 2: the KV cache was full {times} times in 2 rounds" in said
+    assert "stock at concurrency 2: up to 7 requests waited for room" in said
 
 
 def test_no_round_starts_that_would_end_too_late(tmp_path, port, capsys):
@@ -300,6 +305,7 @@ def test_a_request_that_ends_otherwise_is_that_requests_error(server, fault, mes
         (["--say", "headfit leaves a decode call to the server's kernel: planted"], "headfit leaves a decode call to"),
         (["--say", "headfit: x could not be prepared for 8 heads: planted"], "x could not be prepared for 8 heads"),
         (["--workers", "3"], "3 of the plugin server's 4 workers said which kernel decodes"),
+        (["--answering", "3"], "headfit answered no call in the plugin server's worker, process 103"),
     ],
 )
 def test_a_plugin_that_does_not_run_as_told_is_an_error(tmp_path, port, capsys, mode, fake, message):
@@ -320,16 +326,21 @@ def worker_lines(*kernels):
 @pytest.mark.parametrize(
     "said, backend, fault",
     [
-        ([*worker_lines("a (auto)", "a (auto)"), "headfit answered 1 decode calls"], "auto", ""),
-        ([*worker_lines("a (auto)")[:1] * 2, "headfit answered 1 decode calls"], "auto", "1 of the plugin server's 2"),
-        (["headfit answered 1 decode calls"], "auto", "0 of the plugin server's 2 workers"),
+        ([*worker_lines("a (auto)", "a (auto)"), ANSWERED, ANSWERED.replace("100", "101")], "auto", ""),
         (
-            [*worker_lines("a", "the server's own (no compiler)"), "headfit answered 1 decode calls"],
+            [*worker_lines("a (auto)", "a (auto)"), ANSWERED],
+            "auto",
+            "answered no call in the plugin server's worker, process 101",
+        ),
+        ([*worker_lines("a (auto)")[:1] * 2, ANSWERED], "auto", "1 of the plugin server's 2"),
+        ([ANSWERED], "auto", "0 of the plugin server's 2 workers"),
+        (
+            [*worker_lines("a", "the server's own (no compiler)"), ANSWERED],
             "auto",
             "runs the server's own: headfit 0 in SGLang 0, process 101",
         ),
         (
-            [*worker_lines("a", "a"), "headfit answered 1 decode calls", "headfit leaves a layer to the server: x"],
+            [*worker_lines("a", "a"), ANSWERED, "headfit leaves a layer to the server: x"],
             "auto",
             "does not run as told: headfit leaves a layer",
         ),
@@ -414,7 +425,7 @@ def test_a_start_is_not_awaited_once_another_failed(tmp_path, port, capsys):
     begin = time.monotonic()
     shell = ["sh", "-c", 'test "$HEADFIT_BACKEND" = off && exit 7; sleep 25']
     options = ["--out", str(tmp_path / "result.json"), "--port", str(port), *SMALL, "--side-by-side"]
-    assert serving.main([*options, "--", *shell]) == 1
+    assert serving.main([*options, "--", *shell, "{port}"]) == 1
     assert "the server ended with 7" in capsys.readouterr().err and time.monotonic() - begin < 12
 
 
@@ -453,7 +464,7 @@ def test_an_ignored_signal_stays_ignored():
 
 def test_a_server_command_that_cannot_run_is_an_error(tmp_path, port, capsys):
     out = tmp_path / "result.json"
-    assert serving.main(["--out", str(out), "--port", str(port), *SMALL, "--", "no-such-command"]) == 1
+    assert serving.main(["--out", str(out), "--port", str(port), *SMALL, "--", "no-such-command", "{port}"]) == 1
     assert "the server command does not run: " in (said := capsys.readouterr().err) and "'no-such-command'" in said
 
 
@@ -540,14 +551,38 @@ def test_profile_of_the_last_round(tmp_path, port, monkeypatch):
     assert (found["concurrency"], found["attention_us"], found["total_us"]) == (2, 25.0, 100.0)
 
 
-def test_a_profile_with_a_prefill_in_it_is_an_error(tmp_path, port, monkeypatch, capsys):
+@pytest.mark.parametrize("mode", [[], ["--side-by-side"]], ids=["in turn", "side by side"])
+@pytest.mark.parametrize(
+    "fake, message",
+    [
+        (["--prefill-in-trace"], "not all 10 profiled steps were decode steps: 9 launches of sparse_mqa"),
+        (["--say-late", "Prefill batch, #new-seq: 1"], "the server computed a prompt while decode steps were profiled"),
+        (["--refuse-long"], "2 of 2 profiled requests failed: ValueError: HTTP 400"),
+    ],
+    ids=["launches", "prefill", "refused"],
+)
+def test_a_profile_that_is_not_what_it_says_is_an_error_by_itself(
+    tmp_path, port, monkeypatch, capsys, mode, fake, message
+):
     monkeypatch.setattr(serving, "PREFILL_S", 0.1)
-    options = ["--rounds", "1", "--concurrency", "1", "--profile", "2", "--profile-dir", str(tmp_path / "profile")]
+    options = [
+        "--rounds",
+        "1",
+        "--concurrency",
+        "1",
+        "--profile",
+        "2",
+        "--profile-dir",
+        str(tmp_path / "profile"),
+        *mode,
+    ]
     out = tmp_path / "result.json"
-    assert run(out, port, *options, "--side-by-side", fake=["--prefill-in-trace"]) == 1
-    assert "not all 10 profiled steps were decode steps: 9 launches of sparse_mqa" in capsys.readouterr().err
+    assert run(out, port, *options, fake=fake) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.out.count("no profile of ") == 2
     result = json.loads(out.read_text())
-    assert len(result["rows"]) == 2 and "9 launches" in result["error"] and not result["profiles"]
+    assert len(result["rows"]) == 2 and result["complete"] and result["num_errors"] == 0
+    assert all(message in profile["error"] for profile in result["profiles"].values()) and len(result["profiles"]) == 2
 
 
 def test_a_port_in_use_is_an_error(tmp_path, server, capsys):
@@ -659,6 +694,36 @@ def test_kernel_shares_and_steps_by_hand():
     log = "Decode batch, #running-req: {}, #token: 1, cuda graph: {}, gen throughput (token/s): {}, x\n"
     text = log.format(8, "True", 1000.0) + log.format(8, "True", 2000.0) + log.format(8, "False", 10.0) + "other\n"
     assert report.decode_step_ms(text) == {"8": pytest.approx(6.0)}
+    speculative = "Decode batch, #running-req: 2, #token: 1, accept len: 4.00, accept rate: 0.5, cuda graph: True, "
+    assert report.decode_step_ms(f"{speculative}gen throughput (token/s): 400.0") == {"2": pytest.approx(20.0)}
+
+
+def test_retractions_count_once_for_all_ranks_of_a_scheduler():
+    line = "[2026-12-01 13:12:33{}] KV cache pool is full. Retract requests. #retracted_reqs: 26"
+    for ranks, times in (
+        ([""], 1),
+        ([" TP0", " TP1", " TP0", " TP1"], 2),
+        ([" DP0 TP0", " DP0 TP1", " DP1 TP2", " DP1 TP3"], 2),
+        ([], 0),
+    ):
+        assert report.num_retractions("\n".join(map(line.format, ranks)) + "\nother TP9 line\n") == times
+
+
+def test_what_is_asked_of_one_server_does_not_reach_both(monkeypatch, tmp_path):
+    """A check that is left over in the environment would be timed with the kernel."""
+    seen = {}
+    monkeypatch.setenv("HEADFIT_CHECK", "1")
+    monkeypatch.setattr(
+        serving_server,
+        "started",
+        lambda command, environment, **rest: seen.__setitem__(environment["HEADFIT_BACKEND"], environment),
+    )
+    args = serving.parse(
+        ["--out", "x", "--env", "plugin:HEADFIT_CHECK=1", "--profile-dir", str(tmp_path), "--", "python", "{port}"]
+    )
+    for arm in serving.ARMS:
+        serving._server(args, arm, 1, tmp_path / "log", None)
+    assert "HEADFIT_CHECK" not in seen["off"] and seen["auto"]["HEADFIT_CHECK"] == "1"
 
 
 def test_where_a_result_comes_from(tmp_path, monkeypatch):

@@ -24,8 +24,14 @@ def test_settings_refuse_what_they_do_not_know(environment, message):
 def test_settings_default_and_round_trip():
     assert Settings.from_environment({}) == Settings(backend="auto", check=False)
     for backend in BACKENDS:
-        settings = Settings(backend=backend, check=True)
+        settings = Settings(backend=backend, check=backend not in ("flashmla", "off"))
         assert Settings.from_environment(settings.as_environment()) == settings
+
+
+@pytest.mark.parametrize("backend", ["flashmla", "off"])
+def test_a_check_of_the_servers_own_kernel_is_refused(backend):
+    with pytest.raises(ValueError, match=f"HEADFIT_CHECK: 1, allowed with HEADFIT_BACKEND={backend}: 0"):
+        Settings.from_environment({"HEADFIT_BACKEND": backend, "HEADFIT_CHECK": "1"})
 
 
 def test_a_sink_that_is_not_float32_or_not_whole_is_refused():

@@ -81,9 +81,10 @@ def read_server() -> ServerCode:
     Raises:
         UnsupportedServer: what is missing or different.
     """
-    model = _module(MODEL)
-    if model is None:
-        raise UnsupportedServer(f"{MODEL} cannot be imported")
+    try:
+        model = import_module(MODEL)
+    except Exception as error:
+        raise UnsupportedServer(f"{MODEL} cannot be imported: {type(error).__name__}: {error}") from error
     layer = _class(model, "MQALayer")
     owner = getattr(model, "MqaAttentionBase", layer)
     if not issubclass(layer, owner):
@@ -202,8 +203,8 @@ def _find(module: str, name: str) -> Callable | None:
 
 
 def _module(name: str) -> ModuleType | None:
-    """A library of the server that cannot be loaded on this machine counts as absent."""
+    """A library of the server that cannot be loaded on this machine, for whatever reason, counts as absent."""
     try:
         return import_module(name) if find_spec(name) is not None else None
-    except (ImportError, OSError, AttributeError, RuntimeError):
+    except Exception:
         return None

@@ -2,7 +2,7 @@
 
 Hooks are registered here and applied by SGLang afterwards, which only logs one that fails; so the first layer that is
 built checks that all are in place. Whatever is not as expected while the server starts makes the plugin stand down: one
-warning, and the server runs as stock from then on; with a setting other than `auto` the server does not start. Layers
+warning, and the server runs as stock from then on; where more than `auto` is asked for it does not start. Layers
 whose sinks have their home by then keep it, and updates go on to bring them there. Once a kernel has been chosen graphs
 may have been captured: a sink that then becomes what it must not be is an error, for they would replay the old one; a
 layer built only then, a draft's, that cannot be kept is left to the server by itself.
@@ -27,7 +27,7 @@ from headfit.backends.base import AttentionBackend
 from headfit.hosts.sglang.capabilities import LOAD, ServerCode, UnsupportedServer, read_server
 from headfit.hosts.sglang.seam import Seam
 from headfit.hosts.sglang.settings import Settings
-from headfit.hosts.sglang.sinks import LayerSinks
+from headfit.hosts.sglang.sinks import LayerSinks, SwappedSink
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ def register() -> None:
     """SGLang's entry point: hook this process where it runs a model.
 
     Raises:
-        SystemExit: an environment variable is not one of the allowed values, or asks by name for what this server's
-            code does not allow. SGLang would log an `Exception` and go on without the plugin.
+        SystemExit: an environment variable is not one of the allowed values, or asks for what this server's code does
+            not allow. SGLang would log an `Exception` and go on without the plugin.
     """
     global _plugin
     try:
@@ -55,14 +55,15 @@ def register() -> None:
     if not runs_a_model():
         return
     try:
-        code = read_server()
-    except UnsupportedServer as error:
-        if settings.backend != "auto":
-            raise SystemExit(f"headfit: {_refusal(settings, str(error))}") from error
-        _warn_stock(str(error))
+        plugin = Plugin(settings, read_server())
+        plugin.register_hooks()
+    except Exception as error:
+        reason = str(error) if isinstance(error, UnsupportedServer) else f"{type(error).__name__}: {error}"
+        if settings.asked:
+            raise SystemExit(f"headfit: {_refusal(settings, reason)}") from error
+        _warn_stock(reason)
         return
-    _plugin = Plugin(settings, code)
-    _plugin.register_hooks()
+    _plugin = plugin
 
 
 def status() -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _warn_stock(reason: str) -> None:
 
 
 def _refusal(settings: Settings, reason: str) -> str:
-    return f"HEADFIT_BACKEND={settings.backend} cannot be had in SGLang {sglang_version()}: {reason}"
+    return f"{settings.asked} cannot be had in SGLang {sglang_version()}: {reason}"
 
 
 class Plugin:
@@ -105,6 +106,7 @@ class Plugin:
         self.seam: Seam | None = None
         self.kernel = ""  # what runs and why, once it is known
         self._checked = False
+        self._said_bypassed = False
         self._prewarmed: set[int] = set()
         self._hooks: dict[str, Callable[..., Any]] = {
             **dict.fromkeys(code.init, self._around_init),
@@ -144,9 +146,9 @@ class Plugin:
         """Do nothing more but keep sinks that have their home there.
 
         Raises:
-            RuntimeError: another setting than `auto` is not to be left unfulfilled.
+            RuntimeError: what was asked for is not to be left unfulfilled.
         """
-        if self.settings.backend != "auto":
+        if self.settings.asked:
             raise RuntimeError(_refusal(self.settings, reason))
         if self.active:
             self.active = False
@@ -166,13 +168,15 @@ class Plugin:
         self._refresh([layer])
         if self.active and not self.kernel:
             self._choose_kernel(layer.attn_sink.device)
-        if not self.active:
+        if not self.active or layer not in self.sinks:
             return original(layer, *args, **kwargs)
         with ExitStack() as stack:
-            if self.seam is not None:
-                stack.enter_context(self.seam.running(layer))
+            run = None if self.seam is None else stack.enter_context(self.seam.running(layer))
             stack.enter_context(self.sinks.padded_to_kernel(layer))  # shows the layer as another rank
-            return original(layer, *args, **kwargs)
+            result = original(layer, *args, **kwargs)
+        if run is not None and run.calls == 0 and _decodes(*args, *kwargs.values()):
+            self._bypassed()
+        return result
 
     def _around_local_sink(self, original, layer: nn.Module, *args, **kwargs):
         if not self.active or layer not in self.sinks or getattr(layer, self.code.size_attribute) == 1:
@@ -180,9 +184,10 @@ class Plugin:
         return self.sinks.local(layer, *args, **kwargs)
 
     def _around_update(self, original, *args, **kwargs):
-        result = original(*args, **kwargs)
-        self._refresh(self.sinks.layers)
-        return result
+        try:
+            return original(*args, **kwargs)
+        finally:  # an update that failed may have bound some sinks to other memory
+            self._refresh(self.sinks.layers)
 
     def _around_seam(self, original, *args, **kwargs):
         if not self.active or self.seam is None:
@@ -194,7 +199,8 @@ class Plugin:
         result = original(*args, **kwargs)
         self._refresh(self.sinks.layers)
         if self.active and self.sinks.layers:
-            self._choose_kernel(self.sinks.layers[0].attn_sink.device)
+            devices = [layer.attn_sink.device for layer in self.sinks.layers]
+            self._choose_kernel(next((one for one in devices if one.type != "cpu"), devices[0]))  # some are offloaded
         return result
 
     def _adopt(self, layer: nn.Module) -> None:
@@ -202,15 +208,31 @@ class Plugin:
             self.sinks.adopt(layer)
         except _BAD_LAYER as error:
             self.sinks.release(layer)
-            if self.kernel and self.settings.backend == "auto":
-                logger.warning("headfit leaves a layer to the server: %s", error)
+            if self.kernel:
+                self._leave(str(error))
             else:
                 self.stand_down(str(error))
+
+    def _leave(self, reason: str, what: str = "a layer") -> None:
+        """A single layer to the server."""
+        if self.settings.asked:
+            raise RuntimeError(_refusal(self.settings, reason))
+        logger.warning("headfit leaves %s to the server: %s", what, reason)
+
+    def _bypassed(self) -> None:
+        """A layer's decode went by the seam: no call of it can be answered."""
+        if not self._said_bypassed:
+            reason = f"the layer's decode does not call {' or '.join(self.code.seams)} here"
+            self._leave(reason, "a layer's decode")
+            self._said_bypassed, self.kernel = True, f"the server's own (auto: {reason})"
 
     def _refresh(self, layers: Iterable[nn.Module]) -> None:
         for layer in layers:
             try:
                 self.sinks.refresh(layer)
+            except SwappedSink as error:  # in every forward, so that no graph has been captured with ours
+                self.sinks.release(layer)
+                self._leave(str(error))
             except _BAD_LAYER as error:
                 if self.kernel:
                     raise RuntimeError(f"headfit: captured CUDA graphs would go on with old sinks: {error}") from error
@@ -240,10 +262,10 @@ class Plugin:
                 self.seam = Seam(backend, max_heads=limit, check_sinks=check_sinks)
         if self.seam is not None:
             self._prewarm(counts, device)
+        if self.settings.check and self.seam is None:
+            raise RuntimeError(_refusal(self.settings, f"the decode kernel is {self.kernel}"))
         if first:
             self._log(device)
-            if self.settings.check and self.seam is None:
-                logger.warning("headfit: HEADFIT_CHECK=1 compares nothing: the decode kernel is %s", self.kernel)
 
     def _prewarm(self, counts: set[int], device: torch.device) -> None:
         """`auto` may leave a kernel that does not compile to the server; one asked for by name may not fail quietly."""
@@ -313,6 +335,15 @@ def _backend(
 def _create(name: str, device: torch.device) -> AttentionBackend:
     # The server's kernels are launched in many ways; what comes next to this one may count on the stream's order.
     return backends.create(name, device=device, pdl=False)
+
+
+def _decodes(*arguments: Any) -> bool:
+    """Whether the server's batch among a forward's arguments is a decode of some request."""
+    for one in arguments:
+        mode = getattr(one, "forward_mode", None)
+        if mode is not None:
+            return mode.is_decode() and getattr(one, "batch_size", 1) > 0
+    return False
 
 
 def _is_hooked(target: str, hook: Callable[..., Any]) -> bool:

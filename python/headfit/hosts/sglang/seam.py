@@ -18,17 +18,20 @@ Source of the signature: `sgl_kernel/flash_mla.py` of sglang-kernel 0.4.5 and SG
 """
 
 import logging
+import math
+import os
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from headfit.backends.base import AttentionBackend
+from headfit.backends.base import AttentionBackend, check_indices
 from headfit.backends.exact_heads import ExactHeadsBackend
 from headfit.kernels.sparse_mqa_ref import sparse_mqa_ref
 from headfit.kv_cache import HEAD_DIM, KVRegion, PagedPool
@@ -83,6 +86,15 @@ class Answer(tuple):
         return (self[0], self[1])[index]
 
 
+@dataclass(slots=True)
+class Run:
+    """One forward of a layer: its own sinks, where calls are checked, and how many calls came to the seam."""
+
+    layer: nn.Module
+    sinks: torch.Tensor | None
+    calls: int = 0
+
+
 class Seam:
     """Answers the decode calls of the layer that is running with `backend`.
 
@@ -107,40 +119,40 @@ class Seam:
         self.captured = 0
         self.checked = 0
         self.passed_on: Counter[str] = Counter()  # by reason
-        self._running = threading.local()
+        self._thread = threading.local()
 
     @contextmanager
-    def running(self, layer: nn.Module) -> Iterator[None]:
+    def running(self, layer: nn.Module) -> Iterator[Run]:
         """Within, decode calls are `layer`'s, and its own sinks those that it has on entry."""
-        before = self._running.__dict__.copy()
-        self._running.layer = layer
-        self._running.sinks = None if self.check_sinks is None else self.check_sinks(layer)
+        before = getattr(self._thread, "run", None)
+        self._thread.run = Run(layer, None if self.check_sinks is None else self.check_sinks(layer))
         try:
-            yield
+            yield self._thread.run
         finally:
-            self._running.__dict__.clear()
-            self._running.__dict__.update(before)
+            self._thread.run = before
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in for `original`, same arguments and same result.
 
         Raises:
             RuntimeError: in check mode, where the result differs from the reference.
+            IndexError: in check mode, an index past its pool.
         """
-        layer = getattr(self._running, "layer", None)
-        if layer is None:  # another model's call, or a prefill graph's that runs outside the layer
-            self.passed_on["no layer of ours is running"] += 1
+        run = getattr(self._thread, "run", None)
+        if run is None:  # another model's call, or a prefill graph's that runs outside the layer
+            self._pass_on("no layer of ours is running")
             return original(*args, **kwargs)
+        run.calls += 1
         try:
             if args:
                 raise _UnknownForm(f"{len(args)} positional arguments")
-            return self._answer(layer, kwargs)
+            return self._answer(run, kwargs)
         except (_UnknownForm, ValueError, TypeError) as error:
             self._pass_on(str(error))
             return original(*args, **kwargs)
 
-    def _answer(self, layer: nn.Module, call: Mapping[str, Any]) -> Answer:
-        num_heads = layer.n_local_heads
+    def _answer(self, run: Run, call: Mapping[str, Any]) -> Answer:
+        num_heads = run.layer.n_local_heads
         if self.max_heads is not None and num_heads > self.max_heads:
             raise _UnknownForm(f"{num_heads} heads a rank, more than {self.max_heads}")
         if num_heads in self.refused:
@@ -152,23 +164,27 @@ class Seam:
         arguments = {"q": q[:, 0, :num_heads], **regions, "attn_sink": sink, "softmax_scale": scale}
         out = torch.empty_like(q)
         rows = out[:, 0, :num_heads]
+        capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        if checks := self.check_sinks is not None and not capturing:
+            check_indices(tuple(region for region in regions.values() if region is not None))
         if isinstance(self.backend, ExactHeadsBackend):
             _, lse = self.backend.decode(**arguments, out=rows)
         else:
             o, lse = self.backend.decode(**arguments)
             rows.copy_(o)
-        self._count(layer, capturing=q.is_cuda and torch.cuda.is_current_stream_capturing(), computed=rows, **arguments)
+        self._count(run.layer, capturing)
+        if checks:
+            self.checked += 1
+            _compare(getattr(run.layer, "layer_id", None), rows, **arguments | {"attn_sink": run.sinks})
         return Answer(out, lambda: _callee_lse(lse, q.shape[2]))
 
-    def _count(self, layer: nn.Module, *, capturing: bool, computed: torch.Tensor, **arguments: Any) -> None:
+    def _count(self, layer: nn.Module, capturing: bool) -> None:
         self.served += 1
         self.captured += capturing
         self.layers.add(layer)
         if self.served in (1, 100, 10_000, 1_000_000):
-            logger.info("headfit answered %d decode calls of %d layers", self.served, len(self.layers))
-        if self.check_sinks is not None and not capturing:
-            self.checked += 1
-            _compare(getattr(layer, "layer_id", None), computed, **arguments | {"attn_sink": self._running.sinks})
+            said = "headfit answered %d decode calls of %d layers in process %d"
+            logger.info(said, self.served, len(self.layers), os.getpid())
 
     def _pass_on(self, reason: str) -> None:
         self.passed_on[reason] += 1
@@ -216,22 +232,24 @@ def _callee_lse(lse: torch.Tensor, padded_heads: int) -> torch.Tensor:
 def _compare(layer_id: int | None, computed: torch.Tensor, **arguments: Any) -> None:
     """Every head of every token, [tokens, heads, 512], by itself. Waits for the device.
 
-    A NaN agrees with a NaN and nothing else: the server may compute rows that it never reads, from whatever they hold.
+    What is not finite agrees with the same and nothing else: the server may compute rows that it never reads, from
+    whatever they hold. The sinks are weights, and may not be NaN.
 
     Raises:
         RuntimeError: naming the layer, the token of the batch, the head and the relative error.
     """
+    if arguments["attn_sink"].isnan().any():
+        raise RuntimeError(f"HEADFIT_CHECK: layer {layer_id}, attn_sink: NaN among the rank's own")
     if computed.shape[0] == 0:
         return
     window, compressed = arguments.pop("window"), arguments.pop("compressed")
     regions = (window,) if compressed is None else (window, compressed)
-    expected = sparse_mqa_ref(regions=regions, **arguments)[0].float()
-    computed = computed.float()
-    nan = computed.isnan() & expected.isnan()
-    expected, difference = expected.masked_fill(nan, 0), (computed - expected).masked_fill(nan, 0)
+    computed, expected = computed.double(), sparse_mqa_ref(regions=regions, **arguments)[0].double()
+    same = ~expected.isfinite() & ((computed == expected) | (computed.isnan() & expected.isnan()))
+    expected, difference = expected.masked_fill(same, 0), (computed - expected).masked_fill(same, 0)
     scale = expected.norm(dim=-1)
     errors = difference.norm(dim=-1) / torch.where(scale > 0, scale, 1)
-    errors = errors.nan_to_num(nan=float("inf")).flatten()
+    errors = errors.nan_to_num(nan=math.inf, posinf=math.inf).flatten()
     worst = int(errors.argmax())
     if not (error := errors[worst].item()) <= CHECK_TOLERANCE:
         token, head = divmod(worst, computed.shape[1])

@@ -27,6 +27,10 @@ _HOME = "_headfit_sink_home"
 _PADDING = max(flashmla.SUPPORT.num_heads)
 
 
+class SwappedSink(ValueError):
+    """A layer runs with another tensor in its parameter's place, as one that the server keeps in the CPU's memory."""
+
+
 class LayerSinks:
     """The sinks of every attention layer of this process, draft layers too.
 
@@ -74,6 +78,7 @@ class LayerSinks:
 
         Raises:
             TypeError, ValueError: the parameter is not float32 [num_heads].
+            SwappedSink: a tensor that is no parameter stands in its place.
             RuntimeError: it left while a CUDA graph is being captured.
         """
         param = layer._parameters.get("attn_sink")
@@ -83,6 +88,8 @@ class LayerSinks:
             raise TypeError(f"attn_sink: dtype {param.dtype}, allowed: torch.float32")
         if param.is_meta:
             return
+        if not isinstance(param, nn.Parameter):
+            raise SwappedSink("attn_sink: another tensor in the parameter's place while the layer runs (CPU offload)")
         home = layer.__dict__.get(_HOME)
         if home is None or home.device != param.device:
             home = self._move(layer, param)
