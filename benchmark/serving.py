@@ -9,7 +9,8 @@
 The command after `--` starts the server of both arms; only `HEADFIT_BACKEND` differs: `off` for stock, `--backend` for
 the plugin (and what `--env` gives one arm). A round starts, warms, measures and stops both, and the next round the
 other way about. With `--side-by-side` both start once, share the GPUs and are measured in turn at every concurrency:
-only one has work at a time, and the other, whose memory is its own, launches nothing. With `--attach` the same is done
+only one has work at a time, and the other, whose memory is its own, launches nothing; with SGLang's `--sleep-on-idle`
+it takes no CPU core either. A model of few layers measures the CPU's code. With `--attach` the same is done
 with servers that already run. `--lone-rank 3/8` stands for a rank of attention TP 8 on one GPU (`lone_rank`). Both
 arms get the same prompts: random token ids, new ones each round and concurrency; the prefix cache is flushed before
 each measurement. The first round is left out (`--warm-up-rounds`): in it the arm that goes first compiles kernels that
