@@ -6,9 +6,12 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headfit.memory import available_memory, readable
+
+if TYPE_CHECKING:
+    from headfit.hosts.sglang.settings import Settings
 
 # Module -> the distributions that install it.
 _PACKAGES = {
@@ -66,7 +69,7 @@ def _plugin(device: str) -> dict[str, Any]:
     names = {name.strip() for name in allowed.split(",")}
     try:
         read = Settings.from_environment()
-        settings, obstacle = read.as_environment(), _kernel_obstacle(read.backend, device)
+        settings, obstacle = read.as_environment(), _kernel_obstacle(read, device)
     except ValueError as error:
         settings, obstacle = None, str(error)
     return {
@@ -79,16 +82,20 @@ def _plugin(device: str) -> dict[str, Any]:
     }
 
 
-def _kernel_obstacle(backend: str, device: str) -> str | None:
-    """Why the plugin cannot have the kernel that its settings ask for by name, built as the plugin builds it."""
+def _kernel_obstacle(settings: Settings, device: str) -> str | None:
+    """Why the plugin cannot have the kernel that its settings ask for, built as the plugin builds it."""
     from headfit import backends
+    from headfit.backends import sparse_mqa_cuda
+    from headfit.hosts.sglang.settings import NOT_OURS
 
-    if backend in ("auto", "off", "flashmla"):  # the server's own kernel will do
+    if not settings.asked or settings.backend in NOT_OURS:  # the server's own kernel will do
         return None
+    # A check needs a kernel of ours, and `auto` has this one.
+    name = sparse_mqa_cuda.SUPPORT.name if settings.backend == "auto" else settings.backend
     try:
-        backends.create(backend, device=device)
+        backends.create(name, device=device)
     except (ValueError, ImportError) as error:
-        return f"HEADFIT_BACKEND={backend} cannot be had: {error}"
+        return f"{settings.asked} cannot be had: {error}"
     return None
 
 

@@ -335,6 +335,15 @@ def test_doctor_names_a_library_that_the_plugin_cannot_have(capfd, monkeypatch):
     assert wanted in capfd.readouterr().out
 
 
+def test_doctor_names_a_check_that_would_compare_nothing(capfd, monkeypatch):
+    """`auto` leaves all to the server without a GPU, and the plugin then refuses the check."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("HEADFIT_CHECK", "1")
+    assert cli.main(["doctor", "--json"]) == cli.FAILED
+    obstacle = json.loads(capfd.readouterr().out)["sglang_plugin"]["obstacle"]
+    assert obstacle == "HEADFIT_CHECK=1 cannot be had: backend sparse_mqa_cuda: needs a CUDA GPU, the device is cpu"
+
+
 @pytest.mark.parametrize("backend", ["auto", "flashmla", "off", "reference"])
 def test_doctor_accepts_what_needs_no_kernel_of_ours(capfd, monkeypatch, backend):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -565,17 +565,8 @@ def test_a_profile_that_is_not_what_it_says_is_an_error_by_itself(
     tmp_path, port, monkeypatch, capsys, mode, fake, message
 ):
     monkeypatch.setattr(serving, "PREFILL_S", 0.1)
-    options = [
-        "--rounds",
-        "1",
-        "--concurrency",
-        "1",
-        "--profile",
-        "2",
-        "--profile-dir",
-        str(tmp_path / "profile"),
-        *mode,
-    ]
+    folder = str(tmp_path / "profile")
+    options = ["--rounds", "1", "--concurrency", "1", "--profile", "2", "--profile-dir", folder, *mode]
     out = tmp_path / "result.json"
     assert run(out, port, *options, fake=fake) == 1
     printed = capsys.readouterr()

@@ -160,13 +160,14 @@ class Seam:
         _check_form(call, num_heads)
         q, sink = call["q"], call["attn_sink"][:num_heads]
         regions = {name: _region(name, call) for name in _REGIONS}
+        present = tuple(region for region in regions.values() if region is not None)
         scale = q.shape[-1] ** -0.5 if call.get("softmax_scale") is None else call["softmax_scale"]
         arguments = {"q": q[:, 0, :num_heads], **regions, "attn_sink": sink, "softmax_scale": scale}
         out = torch.empty_like(q)
         rows = out[:, 0, :num_heads]
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         if checks := self.check_sinks is not None and not capturing:
-            check_indices(tuple(region for region in regions.values() if region is not None))
+            check_indices(present)
         if isinstance(self.backend, ExactHeadsBackend):
             _, lse = self.backend.decode(**arguments, out=rows)
         else:
@@ -175,7 +176,8 @@ class Seam:
         self._count(run.layer, capturing)
         if checks:
             self.checked += 1
-            _compare(getattr(run.layer, "layer_id", None), rows, **arguments | {"attn_sink": run.sinks})
+            of_layer = {"q": arguments["q"], "regions": present, "attn_sink": run.sinks, "softmax_scale": scale}
+            _compare(getattr(run.layer, "layer_id", None), rows, **of_layer)
         return Answer(out, lambda: _callee_lse(lse, q.shape[2]))
 
     def _count(self, layer: nn.Module, capturing: bool) -> None:
@@ -229,22 +231,23 @@ def _callee_lse(lse: torch.Tensor, padded_heads: int) -> torch.Tensor:
     return whole
 
 
-def _compare(layer_id: int | None, computed: torch.Tensor, **arguments: Any) -> None:
+def _compare(layer_id: int | None, computed: torch.Tensor, *, attn_sink: torch.Tensor, **arguments: Any) -> None:
     """Every head of every token, [tokens, heads, 512], by itself. Waits for the device.
 
     What is not finite agrees with the same and nothing else: the server may compute rows that it never reads, from
     whatever they hold. The sinks are weights, and may not be NaN.
 
+    Args:
+        arguments: the reference's, besides the sinks.
+
     Raises:
         RuntimeError: naming the layer, the token of the batch, the head and the relative error.
     """
-    if arguments["attn_sink"].isnan().any():
+    if attn_sink.isnan().any():
         raise RuntimeError(f"HEADFIT_CHECK: layer {layer_id}, attn_sink: NaN among the rank's own")
     if computed.shape[0] == 0:
         return
-    window, compressed = arguments.pop("window"), arguments.pop("compressed")
-    regions = (window,) if compressed is None else (window, compressed)
-    computed, expected = computed.double(), sparse_mqa_ref(regions=regions, **arguments)[0].double()
+    computed, expected = computed.double(), sparse_mqa_ref(attn_sink=attn_sink, **arguments)[0].double()
     same = ~expected.isfinite() & ((computed == expected) | (computed.isnan() & expected.isnan()))
     expected, difference = expected.masked_fill(same, 0), (computed - expected).masked_fill(same, 0)
     scale = expected.norm(dim=-1)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 BACKENDS = ("auto", "sparse_mqa_cuda", "unified_kv_triton", "flashmla", "off", "reference")
-_NOT_OURS = ("flashmla", "off")  # the server's own kernel answers every call
+NOT_OURS = ("flashmla", "off")  # the server's own kernel answers every call
 _SWITCH = {"0": False, "1": True}
 
 
@@ -49,7 +49,7 @@ class Settings:
         check = environment.get("HEADFIT_CHECK", "0")
         if check not in _SWITCH:
             raise ValueError(f"HEADFIT_CHECK: {check!r}, allowed: 0, 1")
-        if _SWITCH[check] and backend in _NOT_OURS:
+        if _SWITCH[check] and backend in NOT_OURS:
             raise ValueError(
                 f"HEADFIT_CHECK: 1, allowed with HEADFIT_BACKEND={backend}: 0, for headfit answers no call"
             )
