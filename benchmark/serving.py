@@ -14,7 +14,7 @@ it takes no CPU core either. A model of few layers measures the CPU's code. With
 with servers that already run. `--lone-rank 3/8` stands for a rank of attention TP 8 on one GPU (`lone_rank`). Both
 arms get the same prompts: random token ids, new ones each round and concurrency; the prefix cache is flushed before
 each measurement. The first round is left out (`--warm-up-rounds`): in it the arm that goes first compiles kernels that
-the other then finds on disk.
+the other then finds on disk, those for every size of a prefill batch included.
 
 A request that fails, or ends with other than the tokens asked for, is counted, printed and makes the exit code 1, as a
 profile does that could not be taken; a measurement with one gets no time. A started server's log must say that headfit
@@ -147,6 +147,9 @@ def _attached_round(
     args: argparse.Namespace, number: int, found: dict[str, Any], logs: dict[str, Path] | None = None
 ) -> None:
     facts = {arm: _facts(args, url) for arm, url in args.attach.items()}
+    if number < 0:
+        for arm in _order(number):
+            warm_prefill(args, args.attach[arm])
     for concurrency in args.concurrency:
         for arm in _order(number):
             row = {"arm": arm, **facts[arm], "round": number, "concurrency": concurrency}
@@ -180,6 +183,8 @@ def _started_round(args: argparse.Namespace, number: int, found: dict[str, Any])
         log = args.out.with_name(f"{args.out.stem}-{arm}-{number}.log")
         with _running(args, {arm: (args.port, log)}) as urls:
             facts = _facts(args, urls[arm])
+            if number < 0:
+                warm_prefill(args, urls[arm])
             for concurrency in args.concurrency:
                 row = {"arm": arm, **facts, "round": number, "concurrency": concurrency}
                 found["rows"].append(row | measure(args, urls[arm], number, concurrency, log))
@@ -255,6 +260,27 @@ def _checked(args: argparse.Namespace, arm: str, text: str, rows: Sequence[repor
     if fault := report.log_fault(said, arm, rows, backend=args.backend, is_lone_rank=is_lone_rank):
         raise ServerError(fault)
     return said
+
+
+def warm_prefill(args: argparse.Namespace, url: str) -> None:
+    """One prompt of every size that a prefill batch of the load's whole prompts may have.
+
+    SGLang compiles some kernels for a range of sizes, 20 s each. How many requests share a prefill batch is chance, so
+    a size may first come up in a round that counts.
+    """
+    info = get(url, "/server_info")
+    limits = [args.prompt_tokens * max(args.concurrency)]
+    chunk = info.get("chunked_prefill_size")  # -1: prompts are not cut
+    limits += [chunk if isinstance(chunk, int) and chunk > 0 else info.get("max_prefill_tokens")]
+    limits += [info.get("max_req_input_len")]
+    most = min(limit for limit in limits if isinstance(limit, int))
+    generator = random.Random(f"{args.seed}/prefill")
+    for size in range(args.prompt_tokens, most + 1, args.prompt_tokens):
+        prompt = [generator.randrange(2, args.vocab_size) for _ in range(size)]
+        (request,) = run_load(url, [prompt], concurrency=1, max_new_tokens=1)
+        if request.error:
+            print(f"  no warm-up with a prompt of {size} tokens or more: {request.error}", file=sys.stderr)
+            return
 
 
 def measure(

@@ -74,8 +74,8 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(5 * STEP)
         if self.faults.retract and os.environ["HEADFIT_BACKEND"] == "off":
             for rank in range(self.faults.workers):
-                print(f"[2026 TP{rank}] KV cache pool is full. Retract requests. #retracted_reqs: 1", flush=True)
-            print("[2026 TP0] Decode batch, #running-req: 1, #queue-req: 7", flush=True)
+                _log(f"[2026 TP{rank}] KV cache pool is full. Retract requests. #retracted_reqs: 1")
+            _log("[2026 TP0] Decode batch, #running-req: 1, #queue-req: 7")
         last = 1 if aborts else wanted - shortens
         for count in range(1, last + 1):
             end = {"type": "length", "length": wanted}
@@ -88,10 +88,7 @@ class Handler(BaseHTTPRequestHandler):
             self._chunk(event[20:])
             if count < last:
                 time.sleep(STEP)
-        print(
-            f"Decode batch, #running-req: 2, #token: 9, cuda graph: True, gen throughput (token/s): {2 / STEP}",
-            flush=True,
-        )
+        _log(f"Decode batch, #running-req: 2, #token: 9, cuda graph: True, gen throughput (token/s): {2 / STEP}")
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
 
@@ -104,6 +101,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def _log(line):
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())  # whole, whatever the other requests' threads print
 
 
 def _write_trace(folder, faults):

@@ -190,14 +190,45 @@ def test_the_warm_up_round_is_not_all_that_a_short_run_does(tmp_path, server, mo
         return {"num_errors": int(number < 0), "output_tokens_per_s": None if number < 0 else 1.0, "tpot_ms_p50": 1.0}
 
     monkeypatch.setattr(serving, "measure", measure)
+    monkeypatch.setattr(serving, "warm_prefill", lambda args, url: measured.append("prefill"))
     out, attach = tmp_path / "result.json", attached(server)
     options = ["--rounds", "5", "--warm-up-rounds", "1", "--stop-after", "1e-6"]
     monkeypatch.setattr(report, "table", lambda rows: [])
     monkeypatch.setattr(report, "summarise", lambda rows: {})
     assert serving.main(["--out", str(out), *SMALL, *options, *attach]) == 1  # the warm-up's requests failed
-    assert measured == [-1] * 4 + [0] * 4
+    assert measured == ["prefill"] * 2 + [-1] * 4 + [0] * 4
     result = json.loads(out.read_text())
     assert len(result["rows"]) == 4 and result["num_warm_up_errors"] == 4
+
+
+@pytest.mark.parametrize(
+    "info, sizes",
+    [
+        ({}, [8, 16, 24, 32]),
+        ({"chunked_prefill_size": 24, "max_prefill_tokens": 16}, [8, 16, 24]),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 16}, [8, 16]),
+        ({"chunked_prefill_size": 24, "max_req_input_len": 23}, [8, 16]),
+        ({"chunked_prefill_size": 7}, []),
+    ],
+)
+def test_the_warm_up_computes_every_size_of_a_prefill_batch_once(monkeypatch, info, sizes):
+    sent, refused = [], []
+
+    def load(url, prompts, *, concurrency, max_new_tokens):
+        ((prompt,), refusal) = prompts, "too long" if len(prompts[0]) in refused else ""
+        sent.append((len(prompt), tuple(prompt[:2]), max_new_tokens))
+        return [Request(0.0, 1.0, 1.0, 1, error=refusal)]
+
+    monkeypatch.setattr(serving, "get", lambda url, path: info)
+    monkeypatch.setattr(serving, "run_load", load)
+    args = serving.parse(["--out", "x", *SMALL, "--", "python", "{port}"])
+    serving.warm_prefill(args, "http://server")
+    assert [(size, tokens) for size, _, tokens in sent] == [(size, 1) for size in sizes]
+    assert len({prefix for _, prefix, _ in sent}) == len(sizes), "a prompt begins as another: it would be cached"
+    refused += [16]
+    sent.clear()
+    serving.warm_prefill(args, "http://server")
+    assert [size for size, _, _ in sent] == sizes[:2], "after a refused prompt longer ones were sent"
 
 
 @pytest.mark.parametrize(
