@@ -149,68 +149,93 @@ def test_server_check_of_updates_and_dp_attention():
         f"captured graphs give by {new:.2f} and more in the mean, and with the old ones it is back within {back:.3f}"
         in text
     )
-    assert max(mean[f"stock after {how}"] for mean in means for how in ("tensor", "disk")) < 0.04
+    assert max(mean[f"stock after {how}"] for mean in means for how in ("tensor", "disk")) < 0.2 * new
     workers = results[-1]["arms"]["dp"]["workers"]
     assert [worker["layers"] for worker in workers] == [[[0, 1, 64]]] * 2
     assert not any(sum(worker["stock_calls"]) for worker in workers)
     rows = [row for worker in results[-1]["arms"]["dp_eager"]["workers"] for row in worker["rows"]]
     assert f"{len(rows)} calls as close to float64" in text and max(row["ours"] / row["stock"] for row in rows) < 1
-    assert f"a mean difference of {means[-1]['dp']:.4f} between log-probabilities with and without CUDA graphs" in text
-    for result in (results[0], results[-1]):
+    assert f"a mean difference of {means[-1]['dp']:.3f} between log-probabilities with and without CUDA graphs" in text
+    for result in results:
         rows = [row for worker in result["arms"]["eager"]["workers"] for row in worker["rows"]]
         assert all(row["refused"] for row in rows)
 
 
-def test_server_throughput():
-    text = " ".join(README.split())
-    result = result_of("serving-h200-lone-rank-16")
+LONE_RANKS = {8: "8 of 64 heads", 16: "16 of 128 heads", 32: "32 of 128 heads"}
+KERNEL_PARTS = ("splitkv", "mla_combine", "mla_metadata")
+
+
+def attention_us(profile: dict) -> list[float]:
+    """FlashMLA's kernels of a step: attention, combining its parts, planning them."""
+    kernels = profile["attention_kernels"].items()
+    return [sum(kernel["us"] for name, kernel in kernels if part in name) / profile["steps"] for part in KERNEL_PARTS]
+
+
+@pytest.mark.parametrize("heads", LONE_RANKS)
+def test_server_throughput(heads):
+    result = result_of(f"serving-h200-lone-rank-{heads}")
     facts = ("lone_rank", "verified", "prompt_tokens", "output_tokens", "num_errors")
-    assert [result[name] for name in facts] == ["3/8", True, 512, 256, 0]
-    assert f"prompts of {result['prompt_tokens']} tokens, {result['output_tokens']} output tokens" in text
-    assert any("16 of 128 heads" in line and "18 layers" in line for line in result["plugin"]["plugin"])
+    assert [result[name] for name in facts] == ["1/4" if heads == 32 else "3/8", True, 512, 512, 0]
+    assert any(LONE_RANKS[heads] in line and "18 layers" in line for line in result["plugin"]["plugin"])
+    assert not any(row["num_retractions"] for row in result["rows"])
     for concurrency, found in serving_report.summarise(result["rows"]).items():
-        medians = {
-            (arm, name): median(
-                row[name] for row in result["rows"] if (row["arm"], str(row["concurrency"])) == (arm, concurrency)
-            )
-            for arm in ("stock", "plugin")
-            for name in ("output_tokens_per_s", "tpot_ms_p50")
-        }
         speeds, tpots = (
-            [medians[arm, name] for arm in ("stock", "plugin")] for name in ("output_tokens_per_s", "tpot_ms_p50")
+            [
+                median(
+                    row[name] for row in result["rows"] if (row["arm"], str(row["concurrency"])) == (arm, concurrency)
+                )
+                for arm in ("stock", "plugin")
+            ]
+            for name in ("output_tokens_per_s", "tpot_ms_p50")
         )
         assert found["pairs"] == 5
-        cells = [concurrency, *(f"{speed:,.0f}" for speed in speeds)]
+        cells = [str(heads), concurrency, *(f"{speed:,.0f}" for speed in speeds)]
         cells += [f"{found['ratio_median']:.3f}x", f"{found['ratio_lower_95']:.3f}x"]
         cells += [f"{tpot:.2f}" for tpot in tpots]
         assert f"| {' | '.join(cells)} |" in README
-    worst = max(serving_report.ratios(result["rows"])[128])
-    assert f"(that pair's ratio, {worst:.2f}, widens the bound)" in text
-    assert result["complete"] or "the run was ended when it stopped its servers, after its last pair" in text
+
+
+def test_server_throughput_sentences():
+    text = " ".join(README.split())
+    assert "prompts of 512 tokens, 512 output tokens" in text
+    results = {heads: result_of(f"serving-h200-lone-rank-{heads}") for heads in LONE_RANKS}
+    assert [heads for heads, result in results.items() if not (result["complete"] and result["profiles"])] == [32]
+    assert (
+        f"32 heads at concurrency 64 whose ratio is {min(serving_report.ratios(results[32]['rows'])[64]):.2f}" in text
+    )
 
 
 def test_server_profile():
+    without_planning, benchmark = [], []
+    for heads in (8, 16):
+        profiles = result_of(f"serving-h200-lone-rank-{heads}")["profiles"]
+        (ours, all_ours), (stock, all_stock) = (
+            [profiles[arm][name] / profiles[arm]["steps"] for name in ("attention_us", "total_us")]
+            for arm in ("plugin", "stock")
+        )
+        parts = attention_us(profiles["stock"])
+        assert abs(sum(parts) - stock) < 0.001 * stock and profiles["plugin"]["concurrency"] == 64
+        assert list(profiles["plugin"]["attention_kernels"]) == ["sparse_mqa"]
+        cells = [str(heads), *(f"{part:.0f}" for part in parts), f"{ours:.0f}", f"{stock / ours:.2f}x"]
+        assert f"| {' | '.join(cells)} | {stock / all_stock:.0%} | {ours / all_ours:.0%} |" in README
+        without_planning.append(f"{sum(parts[:2]) / ours:.2f}x")
+        layers = [(12, CELLS[0, 0, 64, heads]), (6, CELLS[512, 4, 64, heads])]
+        padded = sum(count * report.peer_times(cell)[64] for count, cell in layers)
+        exact = sum(count * report.own_row(cell, OURS)["us_median"] for count, cell in layers)
+        benchmark.append(f"{padded / exact:.2f}x")
+    text = " ".join(README.split())
+    assert "give {} with 8 heads and {} with 16, without planning".format(*benchmark) in text
+    assert "(in the servers: {} and {})".format(*without_planning) in text
+
+
+def test_server_of_six_layers():
     text = " ".join(README.split())
     result = result_of("serving-h200-lone-rank-16-six-layers")
-    profiles = result["profiles"]
-    steps = profiles["plugin"]["steps"]
-    (ours, all_ours), (stock, all_stock) = (
-        [profiles[arm][name] / steps for name in ("attention_us", "total_us")] for arm in ("plugin", "stock")
-    )
-    kernels = profiles["stock"]["attention_kernels"].items()
-    parts = [
-        sum(kernel["us"] for name, kernel in kernels if part in name) / steps
-        for part in ("splitkv", "mla_combine", "mla_metadata")
-    ]
-    assert abs(sum(parts) - stock) < 0.01 * stock and profiles["plugin"]["concurrency"] == 64
-    whole = "that a step's kernels add up to"
-    assert (
-        f"takes {ours:.0f} microseconds of the {all_ours:,.0f} {whole}, stock's {stock:.0f} of {all_stock:,.0f}" in text
-    )
-    wanted = "{:.0f} for FlashMLA, {:.0f} to combine the parts that it splits keys into, {:.0f} to plan them"
-    assert wanted.format(*parts) in text
     medians = [found["ratio_median"] for found in serving_report.summarise(result["rows"]).values()]
     assert f"the median ratio is {min(medians):.2f} to {max(medians):.2f}, below 1 at 8, 32 and 64" in text
     assert [medians[place] < 1 for place in range(5)] == [False, True, True, True, False]
     steps = [result["decode_step_ms"][arm][0]["64"] for arm in ("stock", "plugin")]
-    assert "takes {:.2f} ms there as stock and {:.2f} with the plugin by the servers' logs".format(*steps) in text
+    profiles = result["profiles"]
+    kernels = [profiles[arm]["total_us"] / profiles[arm]["steps"] / 1e3 for arm in ("stock", "plugin")]
+    wanted = "takes {:.2f} ms there as stock and {:.2f} with the plugin by the servers' logs, longer than its kernels, "
+    assert (wanted + "{:.2f} and {:.2f}").format(*steps, *kernels) in text
