@@ -14,7 +14,7 @@ it takes no CPU core either. A model of few layers measures the CPU's code. With
 with servers that already run. `--lone-rank 3/8` stands for a rank of attention TP 8 on one GPU (`lone_rank`). Both
 arms get the same prompts: random token ids, new ones each round and concurrency; the prefix cache is flushed before
 each measurement. The first round is left out (`--warm-up-rounds`): in it the arm that goes first compiles kernels that
-the other then finds on disk, those for every size of a prefill batch included.
+the other then finds on disk, those for every number of whole prompts in a prefill batch included.
 
 A request that fails, or ends with other than the tokens asked for, is counted, printed and makes the exit code 1, as a
 profile does that could not be taken; a measurement with one gets no time. A started server's log must say that headfit
@@ -116,10 +116,10 @@ def _rounds(args: argparse.Namespace, result: dict[str, Any], one: Callable[...,
     """
     begin = last = time.monotonic()
     for number in range(-args.warm_up_rounds, args.rounds):
-        found: dict[str, Any] = {"rows": [], "decode_step_ms": {}, "plugin": {}, "profiles": {}}
+        found: dict[str, Any] = {"rows": [], "decode_step_ms": {}, "plugin": {}, "profiles": {}, "num_errors": 0}
         one(args, number, found)
         if number < 0:
-            result["num_warm_up_errors"] += sum(row["num_errors"] for row in found["rows"])
+            result["num_warm_up_errors"] += found["num_errors"] + sum(row["num_errors"] for row in found["rows"])
         else:
             _add(result, found)
             result["verified"] = bool(args.server)
@@ -149,7 +149,7 @@ def _attached_round(
     facts = {arm: _facts(args, url) for arm, url in args.attach.items()}
     if number < 0:
         for arm in _order(number):
-            warm_prefill(args, args.attach[arm])
+            found["num_errors"] += warm_prefill(args, args.attach[arm])
     for concurrency in args.concurrency:
         for arm in _order(number):
             row = {"arm": arm, **facts[arm], "round": number, "concurrency": concurrency}
@@ -184,7 +184,7 @@ def _started_round(args: argparse.Namespace, number: int, found: dict[str, Any])
         with _running(args, {arm: (args.port, log)}) as urls:
             facts = _facts(args, urls[arm])
             if number < 0:
-                warm_prefill(args, urls[arm])
+                found["num_errors"] += warm_prefill(args, urls[arm])
             for concurrency in args.concurrency:
                 row = {"arm": arm, **facts, "round": number, "concurrency": concurrency}
                 found["rows"].append(row | measure(args, urls[arm], number, concurrency, log))
@@ -262,25 +262,29 @@ def _checked(args: argparse.Namespace, arm: str, text: str, rows: Sequence[repor
     return said
 
 
-def warm_prefill(args: argparse.Namespace, url: str) -> None:
-    """One prompt of every size that a prefill batch of the load's whole prompts may have.
+def warm_prefill(args: argparse.Namespace, url: str) -> int:
+    """One prompt of every size that a prefill batch of the load's whole prompts may have, and of the largest batch's.
 
     SGLang compiles some kernels for a range of sizes, 20 s each. How many requests share a prefill batch is chance, so
-    a size may first come up in a round that counts.
+    a size may first come up in a round that counts. (Prompts that do not divide the chunk make batches of other sizes,
+    too, when it cuts them.)
+
+    Returns how many prompts failed, 0 or 1: it ends with the first that does.
     """
     info = get(url, "/server_info")
+    chunk, longest = info.get("chunked_prefill_size"), info.get("max_req_input_len")
     limits = [args.prompt_tokens * max(args.concurrency)]
-    chunk = info.get("chunked_prefill_size")  # -1: prompts are not cut
-    limits += [chunk if isinstance(chunk, int) and chunk > 0 else info.get("max_prefill_tokens")]
-    limits += [info.get("max_req_input_len")]
+    limits += [chunk if isinstance(chunk, int) and chunk > 0 else info.get("max_prefill_tokens")]  # -1: no chunks
+    limits += [longest - 1 if isinstance(longest, int) else None]  # SGLang refuses a prompt of that length
     most = min(limit for limit in limits if isinstance(limit, int))
     generator = random.Random(f"{args.seed}/prefill")
-    for size in range(args.prompt_tokens, most + 1, args.prompt_tokens):
+    for size in sorted({*range(args.prompt_tokens, most, args.prompt_tokens), most}):
         prompt = [generator.randrange(2, args.vocab_size) for _ in range(size)]
         (request,) = run_load(url, [prompt], concurrency=1, max_new_tokens=1)
         if request.error:
             print(f"  no warm-up with a prompt of {size} tokens or more: {request.error}", file=sys.stderr)
-            return
+            return 1
+    return 0
 
 
 def measure(
@@ -388,12 +392,16 @@ def _facts(args: argparse.Namespace, url: str) -> dict[str, Any]:
     info = get(url, "/server_info")
     try:
         num_heads = args.num_heads or _configured_heads(info.get("model_path"))
-        tp_size, dp_size = int(info["tp_size"]), int(info.get("dp_size") or 1)
-        attn_tp_size = tp_size // dp_size if info.get("enable_dp_attention") else tp_size
+        tp_size = int(info["tp_size"])
+        dp_size, pp_size, attn_cp_size = (int(info.get(name) or 1) for name in ("dp_size", "pp_size", "attn_cp_size"))
+        # With DP attention its groups share a model's TP ranks; 0.5.23 has their number in a field of its own.
+        attn_dp_size = int(info.get("attn_dp_size") or (dp_size if info.get("enable_dp_attention") else 1))
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(f"{url}/server_info gives no sizes: {type(error).__name__}: {error}") from error
-    if attn_tp_size < 1:
-        raise ServerError(f"{url}/server_info: tp_size {tp_size} and dp_size {dp_size}")
+    attn_tp_size, rest = divmod(tp_size, attn_dp_size * attn_cp_size)
+    if attn_tp_size < 1 or rest:
+        sizes = f"tp_size {tp_size}, DP attention {attn_dp_size}, attn_cp_size {attn_cp_size}"
+        raise ServerError(f"{url}/server_info: {sizes}, allowed: sizes whose product divides tp_size")
     if args.lone_rank is not None:
         if tp_size != 1:
             raise ServerError(f"--lone-rank: the server's tp_size is {tp_size}, allowed: 1")
@@ -405,6 +413,7 @@ def _facts(args: argparse.Namespace, url: str) -> dict[str, Any]:
         "tp_size": tp_size,
         "num_heads": num_heads,
         "num_local_heads": num_heads // attn_tp_size,
+        "num_workers": tp_size * pp_size * (1 if info.get("enable_dp_attention") else dp_size),
     }
 
 

@@ -108,6 +108,8 @@ def log_fault(said: Sequence[str], arm: str, rows: Sequence[Row], *, backend: st
     answered = any(line.startswith("headfit answered") for line in said)
     if answered != (arm == PLUGIN and not own):
         return f"the {arm} server's log {'shows' if answered else 'lacks'} calls answered by headfit: {said}"
+    if arm == STOCK and (line := next((line for line in said if KERNEL_SAID in line), "")):
+        return f"the stock server runs with headfit: {line}"
     lone = any(line.startswith(lone_rank.SAID) for line in said)
     if lone != is_lone_rank:
         return f"the {arm} server's layers are {'' if lone else 'not '}one rank's: {said}"
@@ -116,7 +118,7 @@ def log_fault(said: Sequence[str], arm: str, rows: Sequence[Row], *, backend: st
         for heads in re.findall(r"(\d+) of (\d+) heads", line):
             if stated and tuple(map(int, heads)) not in stated:
                 return f"the {arm} server has other heads than the rows' {stated}: {line}"
-    num_workers = max((row["tp_size"] for row in rows if row["arm"] == arm), default=1)
+    num_workers = max((row["num_workers"] for row in rows if row["arm"] == arm), default=1)
     return _workers_fault(said, num_workers, own=own) if arm == PLUGIN else ""
 
 

@@ -306,8 +306,9 @@ def _doctor(args: argparse.Namespace) -> int:
         memory = None if args.model is None else generate.model_memory(args)
     report = doctor.report() | {"memory": memory}
     print(json.dumps(report) if args.json else doctor.show(report))
-    fits = memory is None or memory["fits"]
-    return OK if fits and report["sglang_plugin"]["obstacle"] is None else FAILED
+    fits, plugin = memory is None or memory["fits"], report["sglang_plugin"]
+    starts = plugin["obstacle"] is None or not doctor.is_loaded(plugin)
+    return OK if fits and starts else FAILED
 
 
 def _eval(args: argparse.Namespace) -> int:

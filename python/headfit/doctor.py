@@ -60,7 +60,7 @@ def _version(module: str) -> str | None:
 def _plugin(device: str) -> dict[str, Any]:
     """Whether SGLang would load headfit (an entry point of ours in its plugin group), and with which settings.
 
-    `obstacle` is what in them keeps a server from starting.
+    `obstacle` is what in them keeps a server that loads the plugin from starting.
     """
     from headfit.hosts.sglang.settings import Settings
 
@@ -80,6 +80,11 @@ def _plugin(device: str) -> dict[str, Any]:
         "settings": settings,
         "obstacle": obstacle,
     }
+
+
+def is_loaded(plugin: dict[str, Any]) -> bool:
+    """Whether a server here loads the plugin of a `report`."""
+    return plugin["registered"] and not plugin["excluded_by"]
 
 
 def _kernel_obstacle(settings: Settings, device: str) -> str | None:
@@ -140,7 +145,9 @@ def _plugin_state(plugin: dict[str, Any]) -> str:
     if plugin["settings"] is not None:
         parts.append(" ".join(f"{name}={value}" for name, value in plugin["settings"].items()))
     if plugin["obstacle"]:
-        parts.append(f"{plugin['obstacle']}; a server does not start with that")
+        parts.append(plugin["obstacle"])
+        if is_loaded(plugin):
+            parts.append("a server does not start with that")
     if plugin["excluded_by"]:
         parts.append(f"not loaded: {plugin['excluded_by']}")
     return "; ".join(parts)

@@ -308,6 +308,19 @@ def test_doctor_names_a_setting_with_which_no_server_starts(capfd, monkeypatch):
     assert plugin["settings"] is None and plugin["obstacle"] == f"HEADFIT_BACKEND: 'sparse_mqa', {allowed}"
 
 
+@pytest.mark.parametrize("registered", [True, False])
+def test_doctor_says_nothing_of_a_server_that_does_not_load_the_plugin(capfd, monkeypatch, registered):
+    entry = importlib.metadata.EntryPoint("headfit", "headfit.hosts.sglang:register", doctor.PLUGIN_GROUP)
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [entry] if registered else [])
+    monkeypatch.setenv("HEADFIT_BACKEND", "sparse_mqa")
+    if registered:
+        monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    assert cli.main(["doctor"]) == cli.OK
+    out = capfd.readouterr().out
+    assert "HEADFIT_BACKEND: 'sparse_mqa', allowed: auto" in out and "does not start" not in out
+    assert ("not loaded: SGLANG_PLUGINS=other" if registered else "not registered in") in out
+
+
 @pytest.mark.parametrize("backend", ["sparse_mqa_cuda", "unified_kv_triton"])
 def test_doctor_names_a_kernel_that_the_plugin_cannot_have(capfd, monkeypatch, backend):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         info = {"version": "0.0.1", "tp_size": 4, "dp_size": 2, "enable_dp_attention": True, "model_path": "none"}
         if "FAKE_TP_SIZE" in os.environ:
-            info |= {"tp_size": int(os.environ["FAKE_TP_SIZE"]), "enable_dp_attention": False}
+            info |= {"tp_size": int(os.environ["FAKE_TP_SIZE"]), "dp_size": 1, "enable_dp_attention": False}
         if self.faults.no_info:
             info = {}
         self._answer(200, json.dumps(info).encode() if self.path == "/server_info" else b"ok")

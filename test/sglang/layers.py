@@ -48,6 +48,7 @@ def module(name: str = "deepseek_v4") -> types.ModuleType:
         "wo_a_fp8_gemm_enabled": lambda quant_config: False,
         "use_npu_arch35_mxfp8_wo_a": lambda quant_config: False,
         "get_is_capture_mode": lambda: False,
+        "get_cp_decode_attn_tp_ctx": lambda: types.SimpleNamespace(decode_tp_size=None),
         "get_attn_tp_context": lambda: types.SimpleNamespace(input_scattered=False),
         "is_in_breakable_cuda_graph": lambda: False,
         "fused_rope_inplace": lambda *args, **kwargs: None,

@@ -322,7 +322,8 @@ def test_a_decode_that_does_not_come_to_the_seam_is_said(make, caplog):
             assert plugin._around_forward(lambda layer, batch: "done", layer, batch=Batch()) == "done"
     said = "leaves a layer's decode to the server: the layer's decode does not call module.function here"
     assert caplog.text.count(said) == 1
-    assert plugin.status()["kernel"].startswith("the server's own (auto: the layer's decode does not call")
+    said = "sparse_mqa_cuda (auto: the faster one here); the server's own where the layer's decode does not call"
+    assert plugin.status()["kernel"].startswith(said)
 
 
 @pytest.mark.parametrize("settings", [{"backend": "reference"}, {"check": True}], ids=["by name", "check"])
@@ -334,6 +335,37 @@ def test_a_decode_that_does_not_come_to_the_seam_is_refused_where_it_was_asked_f
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"cannot be had in .*: the layer's decode does not call"):
             plugin._around_forward(lambda layer, batch: None, layer, Batch())
+
+
+@pytest.mark.parametrize("settings", [{"backend": "reference"}, {"check": True}, {}], ids=["by name", "check", "auto"])
+def test_a_decode_whose_calls_all_have_another_form_is_refused_where_it_was_asked_for(make, settings):
+    plugin = make(Backend(), **settings)
+    layer = Layer()
+    build(plugin, layer)
+    plugin._around_load(lambda: None)
+
+    def run(batch):
+        return plugin._around_forward(lambda layer, batch: plugin._around_seam(lambda **_: "theirs", q=1), layer, batch)
+
+    assert run(Batch(decodes=False)) == "theirs"
+    if settings:
+        with pytest.raises(RuntimeError, match=r"(=reference|HEADFIT_CHECK=1) cannot be had in .*: no attn_sink"):
+            run(Batch())
+    else:
+        assert run(Batch()) == "theirs" and plugin.seam.passed_on == {"no attn_sink": 2}
+
+
+@pytest.mark.parametrize("num_heads, prepared", [(128, [16]), (64, [8, 64])])
+def test_heads_that_are_shared_out_for_decode_alone_count(make, monkeypatch, num_heads, prepared):
+    """Eight ranks of context parallelism: each layer has all heads when it is built, and an eighth when it decodes."""
+    context = types.SimpleNamespace(decode_tp_size=8)
+    monkeypatch.setitem(globals(), "get_cp_decode_attn_tp_ctx", lambda: context)  # in the layer's module
+    plugin, layer = make(backend := Backend()), Layer(num_heads, 0, 1)
+    build(plugin, layer)
+    plugin._around_load(lambda: None)
+    assert sorted(backend.prewarmed) == prepared and plugin.kernel == "sparse_mqa_cuda (auto: the faster one here)"
+    context.decode_tp_size = None
+    assert plugin_module._decode_heads(layer) == num_heads
 
 
 @pytest.mark.parametrize("settings", [{}, {"backend": "reference"}], ids=["auto", "by name"])

@@ -190,7 +190,7 @@ def test_the_warm_up_round_is_not_all_that_a_short_run_does(tmp_path, server, mo
         return {"num_errors": int(number < 0), "output_tokens_per_s": None if number < 0 else 1.0, "tpot_ms_p50": 1.0}
 
     monkeypatch.setattr(serving, "measure", measure)
-    monkeypatch.setattr(serving, "warm_prefill", lambda args, url: measured.append("prefill"))
+    monkeypatch.setattr(serving, "warm_prefill", lambda args, url: measured.append("prefill") or 1)
     out, attach = tmp_path / "result.json", attached(server)
     options = ["--rounds", "5", "--warm-up-rounds", "1", "--stop-after", "1e-6"]
     monkeypatch.setattr(report, "table", lambda rows: [])
@@ -198,7 +198,7 @@ def test_the_warm_up_round_is_not_all_that_a_short_run_does(tmp_path, server, mo
     assert serving.main(["--out", str(out), *SMALL, *options, *attach]) == 1  # the warm-up's requests failed
     assert measured == ["prefill"] * 2 + [-1] * 4 + [0] * 4
     result = json.loads(out.read_text())
-    assert len(result["rows"]) == 4 and result["num_warm_up_errors"] == 4
+    assert len(result["rows"]) == 4 and result["num_warm_up_errors"] == 2 + 4
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,9 @@ def test_the_warm_up_round_is_not_all_that_a_short_run_does(tmp_path, server, mo
         ({}, [8, 16, 24, 32]),
         ({"chunked_prefill_size": 24, "max_prefill_tokens": 16}, [8, 16, 24]),
         ({"chunked_prefill_size": -1, "max_prefill_tokens": 16}, [8, 16]),
-        ({"chunked_prefill_size": 24, "max_req_input_len": 23}, [8, 16]),
-        ({"chunked_prefill_size": 7}, []),
+        ({"chunked_prefill_size": 28}, [8, 16, 24, 28]),
+        ({"chunked_prefill_size": 24, "max_req_input_len": 24}, [8, 16, 23]),
+        ({"chunked_prefill_size": 7}, [7]),
     ],
 )
 def test_the_warm_up_computes_every_size_of_a_prefill_batch_once(monkeypatch, info, sizes):
@@ -222,13 +223,13 @@ def test_the_warm_up_computes_every_size_of_a_prefill_batch_once(monkeypatch, in
     monkeypatch.setattr(serving, "get", lambda url, path: info)
     monkeypatch.setattr(serving, "run_load", load)
     args = serving.parse(["--out", "x", *SMALL, "--", "python", "{port}"])
-    serving.warm_prefill(args, "http://server")
+    assert serving.warm_prefill(args, "http://server") == 0
     assert [(size, tokens) for size, _, tokens in sent] == [(size, 1) for size in sizes]
     assert len({prefix for _, prefix, _ in sent}) == len(sizes), "a prompt begins as another: it would be cached"
-    refused += [16]
+    refused += sizes[-2:]
     sent.clear()
-    serving.warm_prefill(args, "http://server")
-    assert [size for size, _, _ in sent] == sizes[:2], "after a refused prompt longer ones were sent"
+    assert serving.warm_prefill(args, "http://server") == 1
+    assert [size for size, _, _ in sent] == (sizes[:-1] or sizes), "after a refused prompt longer ones were sent"
 
 
 @pytest.mark.parametrize(
@@ -380,9 +381,41 @@ def worker_lines(*kernels):
     ],
 )
 def test_what_the_workers_must_have_said(said, backend, fault):
-    rows = [{"arm": arm, "tp_size": 2, "num_heads": 64, "num_local_heads": 32} for arm in serving.ARMS]
+    rows = [{"arm": arm, "num_workers": 2, "num_heads": 64, "num_local_heads": 32} for arm in serving.ARMS]
     found = report.log_fault(said, "plugin", rows, backend=backend, is_lone_rank=False)
     assert fault in found and bool(fault) == bool(found)
+
+
+def test_stock_must_not_have_said_which_kernel_decodes():
+    rows = [{"arm": "stock", "num_workers": 2, "num_heads": 64, "num_local_heads": 32}]
+    said = worker_lines("the server's own (HEADFIT_BACKEND=flashmla)")
+    found = report.log_fault(said, "stock", rows, backend="auto", is_lone_rank=False)
+    assert "the stock server runs with headfit" in found
+    assert report.log_fault([], "stock", rows, backend="auto", is_lone_rank=False) == ""
+
+
+@pytest.mark.parametrize(
+    "info, heads, workers",
+    [
+        ({"tp_size": 8}, 16, 8),
+        ({"tp_size": 8, "dp_size": 2, "enable_dp_attention": True}, 32, 8),
+        # SGLang 0.5.23 with the same two arguments.
+        ({"tp_size": 8, "dp_size": 1, "attn_dp_size": 2, "enable_dp_attention": True}, 32, 8),
+        ({"tp_size": 8, "attn_dp_size": 1, "attn_cp_size": 2}, 32, 8),
+        ({"tp_size": 4, "dp_size": 2, "pp_size": 2}, 32, 16),  # two replicas
+        ({"tp_size": 4, "attn_cp_size": 3}, None, None),
+        ({"tp_size": 1, "dp_size": 2, "enable_dp_attention": True}, None, None),
+    ],
+)
+def test_heads_and_workers_follow_from_what_the_server_says(monkeypatch, info, heads, workers):
+    monkeypatch.setattr(serving, "get", lambda url, path: info)
+    args = serving.parse(["--out", "x", "--num-heads", "128", "--", "python", "{port}"])
+    if heads is None:
+        with pytest.raises(serving_server.ServerError, match="allowed: sizes whose product divides tp_size"):
+            serving._facts(args, "http://server")
+    else:
+        facts = serving._facts(args, "http://server")
+        assert (facts["num_local_heads"], facts["num_workers"]) == (heads, workers)
 
 
 def test_a_fault_after_the_last_round_leaves_an_incomplete_result(tmp_path, port, capsys, monkeypatch):

@@ -174,8 +174,8 @@ class Plugin:
             run = None if self.seam is None else stack.enter_context(self.seam.running(layer))
             stack.enter_context(self.sinks.padded_to_kernel(layer))  # shows the layer as another rank
             result = original(layer, *args, **kwargs)
-        if run is not None and run.calls == 0 and _decodes(*args, *kwargs.values()):
-            self._bypassed()
+        if run is not None and not run.answered and _decodes(*args, *kwargs.values()):
+            self._unanswered(run.left)
         return result
 
     def _around_local_sink(self, original, layer: nn.Module, *args, **kwargs):
@@ -219,12 +219,14 @@ class Plugin:
             raise RuntimeError(_refusal(self.settings, reason))
         logger.warning("headfit leaves %s to the server: %s", what, reason)
 
-    def _bypassed(self) -> None:
-        """A layer's decode went by the seam: no call of it can be answered."""
-        if not self._said_bypassed:
+    def _unanswered(self, reason: str) -> None:
+        """A layer's decode step of which the server's kernel answered all: the seam has said why, or it went by it."""
+        if reason and self.settings.asked:
+            raise RuntimeError(_refusal(self.settings, reason))
+        if not reason and not self._said_bypassed:
             reason = f"the layer's decode does not call {' or '.join(self.code.seams)} here"
             self._leave(reason, "a layer's decode")
-            self._said_bypassed, self.kernel = True, f"the server's own (auto: {reason})"
+            self._said_bypassed, self.kernel = True, f"{self.kernel}; the server's own where {reason}"
 
     def _refresh(self, layers: Iterable[nn.Module]) -> None:
         for layer in layers:
@@ -252,7 +254,7 @@ class Plugin:
         Raises:
             ValueError, ImportError: a kernel asked for by name that cannot run here.
         """
-        counts = {layer.n_local_heads for layer in self.sinks.layers}
+        counts = {heads for layer in self.sinks.layers for heads in (layer.n_local_heads, _decode_heads(layer))}
         first = not self.kernel
         if first:
             backend, self.kernel = _backend(self.settings, device, counts, self.code.seam_obstacle)
@@ -305,7 +307,7 @@ def _backend(
     """The backend that answers the seam, None for the server's own kernel; and what runs and why.
 
     Args:
-        counts: the layers' heads a rank.
+        counts: the layers' heads a rank, when they are built and when they decode.
         seam_obstacle: why this server has no function to answer, empty where it has.
 
     Raises:
@@ -335,6 +337,15 @@ def _backend(
 def _create(name: str, device: torch.device) -> AttentionBackend:
     # The server's kernels are launched in many ways; what comes next to this one may count on the stream's order.
     return backends.create(name, device=device, pdl=False)
+
+
+def _decode_heads(layer: nn.Module) -> int:
+    """A layer's heads a rank in decode steps: ranks that share a prompt's context may then share out its heads."""
+    for owner in type(layer).__mro__:  # SGLang 0.5.23's model file has this function
+        if context := getattr(sys.modules.get(owner.__module__), "get_cp_decode_attn_tp_ctx", None):
+            size = context().decode_tp_size  # None: they do not
+            return layer.n_heads // size if size else layer.n_local_heads
+    return layer.n_local_heads
 
 
 def _decodes(*arguments: Any) -> bool:

@@ -88,11 +88,12 @@ class Answer(tuple):
 
 @dataclass(slots=True)
 class Run:
-    """One forward of a layer: its own sinks, where calls are checked, and how many calls came to the seam."""
+    """One forward of a layer: its own sinks, where calls are checked; its calls that came to the seam."""
 
     layer: nn.Module
     sinks: torch.Tensor | None
-    calls: int = 0
+    answered: int = 0
+    left: str = ""  # why the last one that was not answered was not
 
 
 class Seam:
@@ -142,13 +143,15 @@ class Seam:
         if run is None:  # another model's call, or a prefill graph's that runs outside the layer
             self._pass_on("no layer of ours is running")
             return original(*args, **kwargs)
-        run.calls += 1
         try:
             if args:
                 raise _UnknownForm(f"{len(args)} positional arguments")
-            return self._answer(run, kwargs)
+            answer = self._answer(run, kwargs)
+            run.answered += 1
+            return answer
         except (_UnknownForm, ValueError, TypeError) as error:
-            self._pass_on(str(error))
+            run.left = str(error)
+            self._pass_on(run.left)
             return original(*args, **kwargs)
 
     def _answer(self, run: Run, call: Mapping[str, Any]) -> Answer:

@@ -117,7 +117,8 @@ class LayerSinks:
     def own(self, layer: nn.Module) -> torch.Tensor:
         """float32 [n_local_heads]: the rank's sinks read from the parameter itself, for checks of `local`."""
         start = getattr(layer, self._rank_attribute) * layer.n_local_heads
-        return layer._parameters["attn_sink"].detach()[start : start + layer.n_local_heads]
+        # `data`: a parameter that was made in inference mode and has its home here could not be sliced itself.
+        return layer._parameters["attn_sink"].data[start : start + layer.n_local_heads]
 
     def release(self, layer: nn.Module) -> None:
         """Leave a layer to the server, with a sink that it has to copy anew."""
