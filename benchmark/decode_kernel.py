@@ -300,7 +300,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def plot(args: argparse.Namespace) -> None:
     """Plot the result `args.plot` beside it, or to `args.out`."""
     result = json.loads(args.plot.read_text())
-    if not isinstance(result, dict) or result.get("benchmark") != "decode_kernel":
+    if not report.is_result(result):
         raise ValueError(f"--plot: {args.plot} is not a result of this benchmark")
     path = args.out or args.plot.with_suffix(".png")
     report.plot(result, path)
@@ -317,6 +317,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise ValueError("a run needs a CUDA GPU, and torch finds none; --plot needs none")
         kernels = load_kernels(args.backends, args.pdl)
+        if args.out:  # not only after the measurement
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.open("a").close()
     except (ValueError, OSError, ImportError) as error:
         print(f"decode_kernel: {error}", file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ from headfit.kv_cache import TOKEN_BYTES
 OWN_BACKENDS = ("sparse_mqa_cuda", "unified_kv_triton")
 PEER = "flashmla"
 CELL_FIELDS = ("keys_window", "keys_extra", "compress_ratio", "batch", "num_heads")
+ROW_FIELDS = (*CELL_FIELDS, "backend", "kernel_num_heads", "us_median", "us_min", "us_max", "floor_us", "rel_err")
 
 Row = dict[str, Any]
 
@@ -20,6 +21,15 @@ Row = dict[str, Any]
 def floor_us(*, num_keys: int, batch: int, copy_gb_per_s: float) -> float:
     """Microseconds to read every key's packed bytes once at the measured copy bandwidth."""
     return num_keys * TOKEN_BYTES * batch / (copy_gb_per_s * 1e3)
+
+
+def is_result(found: Any) -> bool:
+    """Whether a file's JSON is a result of this benchmark."""
+    if not isinstance(found, dict) or found.get("benchmark") != "decode_kernel":
+        return False
+    if not {"gpu", "commit", "null_us"} <= set(found) or not isinstance(found.get("rows"), list):
+        return False
+    return all(isinstance(row, dict) and set(ROW_FIELDS) <= set(row) for row in found["rows"])
 
 
 def keys_name(row: Row) -> str:

@@ -60,11 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if measured and args.architecture not in measured:
             raise ValueError(f"--architecture: {args.architecture}, allowed for {entry['gpu']}: {measured[0]}")
         table = json.loads(args.table.read_text()) if args.table.exists() else {"architectures": {}}
-    except (OSError, ValueError, KeyError) as error:
+        table["architectures"][args.architecture] = entry
+        args.table.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
+    except (OSError, ValueError) as error:
         print(f"flashmla_padding: {error}", file=sys.stderr)
         return 2
-    table["architectures"][args.architecture] = entry
-    args.table.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")
+    except (KeyError, TypeError) as error:  # a file of another form
+        what = f"{args.result}, {args.table}: {type(error).__name__}: {error}"
+        print(f"flashmla_padding: {what}, allowed: a decode_kernel result and a padding table", file=sys.stderr)
+        return 2
     print(f"wrote {args.table}: {len(entry['rows'])} rows of {args.architecture}")
     return 0
 

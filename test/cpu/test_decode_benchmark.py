@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 bench = importlib.import_module("decode_kernel")
 data = importlib.import_module("decode_kernel_inputs")
 
-ROW_FIELDS = ["keys_window", "keys_extra", "compress_ratio", "batch", "num_heads", "backend", "kernel_num_heads"]
-ROW_FIELDS += ["us_median", "us_min", "us_max", "floor_us", "rel_err"]
+ROW_FIELDS = list(bench.report.ROW_FIELDS)
 # Small enough for a CPU: a window with 256-token pages and a region of 2-token pages.
 SMALL = data.Keys(8, 12, 128, 2)
 
@@ -372,11 +371,22 @@ def test_a_restricted_run_is_not_written_over_the_whole_one(run_on_cpu, monkeypa
     assert "not written" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_run(run_on_cpu, monkeypatch, tmp_path, capsys):
+    kernel_module(monkeypatch, right)
+    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert bench.main(["--backends", "sparse_mqa_cuda", "--out", str(tmp_path / "file" / "out.json")]) == 2
+    assert bench.main(["--backends", "sparse_mqa_cuda", "--out", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"benchmark": "tiny_accuracy"}', "is not a result of this benchmark"),
         ("[]", "is not a result of this benchmark"),
+        ('{"benchmark": "decode_kernel"}', "is not a result of this benchmark"),
+        ('{"benchmark": "decode_kernel", "gpu": "", "commit": "", "null_us": 1, "rows": [{}]}', "is not a result"),
         ("{", "Expecting property name"),
         (None, "No such file"),
     ],

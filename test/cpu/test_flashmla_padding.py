@@ -72,13 +72,30 @@ def test_one_architecture_is_replaced(files):
         ({"rows": [row(64, 12.0), row(128, 0)]}, "allowed: a time of each head count"),
         ({"rows": [row(16, 7.0, backend="sparse_mqa_cuda")]}, "rows: none of flashmla"),
         ({"gpu": "NVIDIA B200"}, "--architecture: sm90, allowed for NVIDIA B200: sm100"),
+        ({"rows": 5}, "TypeError: 'int' object is not iterable, allowed: a decode_kernel result and a padding table"),
+        ({"rows": [{}]}, "result.json"),
     ],
-    ids=["benchmark", "missing", "red", "text", "zero", "none", "architecture"],
+    ids=["benchmark", "missing", "red", "text", "zero", "none", "architecture", "no list", "no fields"],
 )
 def test_what_is_no_measurement_is_refused(files, capsys, change, message):
     before = files[1].read_text()
     assert run(files, RESULT | change) == 2
     assert message in capsys.readouterr().err and files[1].read_text() == before
+
+
+@pytest.mark.parametrize("table", ["[]", "{}"])
+def test_a_table_of_another_form_is_refused(files, capsys, table):
+    files[1].write_text(table)
+    assert run(files, RESULT) == 2
+    assert "table.json" in capsys.readouterr().err and files[1].read_text() == table
+
+
+def test_a_table_that_cannot_be_written_is_one_line(files, capsys):
+    files[0].write_text(json.dumps(RESULT))
+    absent = files[1].parent / "absent" / "table.json"
+    assert script.main([str(files[0]), "--architecture", "sm90", "--table", str(absent)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(absent) in line
 
 
 def test_the_packaged_table_is_what_the_script_makes_of_the_recorded_result():
