@@ -252,8 +252,10 @@ def plot(result: Row, path: Path) -> None:
     for concurrency, values in ratios(result["rows"]).items():
         ratio.plot([concurrency] * len(values), values, "k.")
     ratio.axhline(1.0, color="0.6")
+    all_counts = sorted({row["concurrency"] for row in result["rows"]})
     for axes, label in ((speed, "output tokens/s"), (ratio, "plugin / stock, a point a pair")):
         axes.set_xscale("log", base=2)
+        axes.set_xticks(all_counts, [str(count) for count in all_counts])
         axes.set_xlabel("concurrency")
         axes.set_ylabel(label)
     speed.legend()
