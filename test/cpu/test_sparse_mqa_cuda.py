@@ -11,6 +11,7 @@ from headfit import backends
 from headfit.kernels import sparse_mqa_cuda as kernel
 from headfit.kernels.packed_regions import division_constants
 from headfit.kernels.sparse_mqa_cuda import HEAD_TILES, _Params, plan_launch
+from headfit.testing.backend_checks import check_wrong_arguments
 from headfit.testing.cases import KV_FORMATS, Case, make_case
 
 H200 = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7}  # clusters that it holds at once, by size
@@ -92,6 +93,11 @@ def test_bad_arguments_are_refused_before_anything_is_launched():
         ValueError, match=r"out: torch.bfloat16 \(3, 4, 512\), allowed: q's torch.bfloat16 \(3, 8, 512\)"
     ):
         kernel.sparse_mqa_cuda(**arguments, regions=regions, out=arguments["q"][:, :4])
+
+
+def test_the_operator_refuses_by_itself(monkeypatch):
+    monkeypatch.setattr(kernel, "_plan", None)
+    check_wrong_arguments(kernel.sparse_mqa_cuda, "cpu")
 
 
 def test_an_empty_batch_needs_no_kernel():

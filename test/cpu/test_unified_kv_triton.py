@@ -10,12 +10,13 @@ import torch
 from headfit.backends.unified_kv_triton import SUPPORT, UnifiedKVTritonBackend
 from headfit.kernels import sparse_mqa_triton as kernel
 from headfit.kernels import sparse_mqa_triton_plan as plans
+from headfit.kernels.packed_regions import MAX_SOFTMAX_SCALE
 from headfit.kernels.sparse_mqa_triton import prewarm_triton, sparse_mqa_triton
 from headfit.kernels.sparse_mqa_triton_plan import choose_launch, plan_splits
 from headfit.kv_cache import HEAD_DIM, KVRegion, PagedPool
 from headfit.testing import backend_checks
 from headfit.testing.backend_checks import BF16, CHECKS, FP8, assert_bit_equal, check_case, check_reference
-from headfit.testing.cases import CASES, HEAD_COUNTS, Case, make_case
+from headfit.testing.cases import CASES, HEAD_COUNTS, Case, constant_case, make_case
 from headfit.testing.measure import BF16_OUTPUT, FLOAT32, assert_close
 
 if not kernel.INTERPRETED:
@@ -64,6 +65,17 @@ def test_index_past_the_pool():
 
 def test_out():
     backend_checks.check_out(sparse_mqa_triton, "cpu")
+
+
+def test_the_operator_refuses_by_itself(monkeypatch):
+    monkeypatch.setattr(kernel, "_launch", None)
+    backend_checks.check_wrong_arguments(sparse_mqa_triton, "cpu")
+
+
+def test_the_largest_softmax_scale_is_taken():
+    arguments = constant_case([1.0] * 4, torch.full((8,), float("-inf")), kv_format=FP8)
+    o, _ = BACKEND.decode(**arguments | {"q": arguments["q"].to(BF16), "softmax_scale": MAX_SOFTMAX_SCALE})
+    assert_close(o, torch.ones(1, 8, HEAD_DIM), FLOAT32)
 
 
 @pytest.mark.parametrize("num_splits", [2, 3, 7, 32])

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from headfit.kernels.sparse_mqa_ref import check_sparse_mqa
 from headfit.kv_cache import KVRegion, check_slots
 
 
@@ -68,34 +69,14 @@ class AttentionBackend(Protocol):
 def check_decode(
     backend: AttentionBackend, q: torch.Tensor, regions: tuple[KVRegion, ...], attn_sink: torch.Tensor
 ) -> None:
-    """Refuse a decode call that no backend could run: shapes, dtypes and head counts; nothing is read back.
+    """Refuse a decode call that no backend could run, or not with so many heads; nothing is read back.
 
     Raises:
         ValueError, TypeError: naming the argument, what it is and what is allowed.
     """
-    if q.dim() != 3:
-        raise ValueError(f"q: shape {tuple(q.shape)}, allowed: [num_tokens, num_heads, head_dim]")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"q: dtype {q.dtype}, allowed: torch.bfloat16, torch.float16, torch.float32")
-    num_tokens, num_heads, head_dim = q.shape
-    if backend.supported_num_heads is not None and num_heads not in backend.supported_num_heads:
-        raise ValueError(f"q: {num_heads} heads, allowed by backend {backend.name}: {backend.supported_num_heads}")
-    if attn_sink.dtype != torch.float32:
-        raise TypeError(f"attn_sink: dtype {attn_sink.dtype}, allowed: torch.float32")
-    if attn_sink.shape != (num_heads,):
-        raise ValueError(f"attn_sink: shape {tuple(attn_sink.shape)}, allowed: ({num_heads},), one a query head")
-    for region, name in zip(regions, ("window", "compressed"), strict=False):
-        if region.pool.kv_format.head_dim != head_dim:
-            raise ValueError(f"{name}: keys are {region.pool.kv_format.head_dim} wide, allowed: q's {head_dim}")
-        if region.indices.dim() != 2 or region.indices.shape[0] != num_tokens:
-            raise ValueError(
-                f"{name}.indices: shape {tuple(region.indices.shape)}, allowed: [{num_tokens}, num_keys], a row a token"
-            )
-        if region.lengths.shape != (num_tokens,):
-            raise ValueError(f"{name}.lengths: shape {tuple(region.lengths.shape)}, allowed: ({num_tokens},)")
-        for part, value in (("indices", region.indices), ("lengths", region.lengths)):
-            if value.dtype != torch.int32:
-                raise TypeError(f"{name}.{part}: dtype {value.dtype}, allowed: torch.int32")
+    check_sparse_mqa(q, regions, attn_sink)
+    if backend.supported_num_heads is not None and q.shape[1] not in backend.supported_num_heads:
+        raise ValueError(f"q: {q.shape[1]} heads, allowed by backend {backend.name}: {backend.supported_num_heads}")
 
 
 def check_indices(regions: tuple[KVRegion, ...]) -> None:

@@ -51,8 +51,8 @@ class ExactHeadsBackend(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionBackend.decode`; `out`, like q, is written in place of a new tensor."""
         regions = (window,) if compressed is None else (window, compressed)
-        check_decode(self, q, regions, attn_sink)
         if self.checked:
+            check_decode(self, q, regions, attn_sink)  # the operator's own check comes after the indices are read
             check_indices(regions)
         return self.operator(
             q=q,

@@ -167,8 +167,9 @@ def sparse_mqa_cuda(
     """
     num_tokens, num_heads, _ = q.shape
     _check_rows("q", q)
-    check_packed_regions("CUDA", q=q, regions=regions, attn_sink=attn_sink, out=out, alignment=16)
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+    arguments = {"q": q, "regions": regions, "attn_sink": attn_sink, "softmax_scale": softmax_scale, "out": out}
+    check_packed_regions("CUDA", **arguments, alignment=16)
+    if softmax_scale <= 0:
         raise ValueError(f"softmax_scale: {softmax_scale}, allowed: a positive number")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -7,6 +7,8 @@ from headfit.kv_cache import KVRegion
 # Of gathered keys at a time, which bounds the memory of a long prompt: what fits a CPU's cache, what fills a GPU.
 MAX_BLOCK_BYTES, MAX_GPU_BLOCK_BYTES = 8 * 2**20, 256 * 2**20
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def sparse_mqa_ref(
     *, q: torch.Tensor, regions: tuple[KVRegion, ...], attn_sink: torch.Tensor, softmax_scale: float
@@ -22,6 +24,35 @@ def sparse_mqa_ref(
         rows = slice(start, start + block)
         o[rows], lse[rows] = _attend(q[rows], [_rows(region, rows) for region in regions], attn_sink, softmax_scale)
     return o, lse
+
+
+def check_sparse_mqa(q: torch.Tensor, regions: tuple[KVRegion, ...], attn_sink: torch.Tensor) -> None:
+    """Refuse what no form of the operator takes: shapes and dtypes; nothing is read back.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it is and what is allowed.
+    """
+    if q.dim() != 3:
+        raise ValueError(f"q: shape {tuple(q.shape)}, allowed: [num_tokens, num_heads, head_dim]")
+    if q.dtype not in _FLOATS:
+        raise TypeError(f"q: dtype {q.dtype}, allowed: {', '.join(map(str, _FLOATS))}")
+    num_tokens, num_heads, head_dim = q.shape
+    if attn_sink.dtype != torch.float32:
+        raise TypeError(f"attn_sink: dtype {attn_sink.dtype}, allowed: torch.float32")
+    if attn_sink.shape != (num_heads,):
+        raise ValueError(f"attn_sink: shape {tuple(attn_sink.shape)}, allowed: ({num_heads},), one a query head")
+    for region, name in zip(regions, ("window", "compressed"), strict=False):
+        if region.pool.kv_format.head_dim != head_dim:
+            raise ValueError(f"{name}: keys are {region.pool.kv_format.head_dim} wide, allowed: q's {head_dim}")
+        if region.indices.dim() != 2 or region.indices.shape[0] != num_tokens:
+            raise ValueError(
+                f"{name}.indices: shape {tuple(region.indices.shape)}, allowed: [{num_tokens}, num_keys], a row a token"
+            )
+        if region.lengths.shape != (num_tokens,):
+            raise ValueError(f"{name}.lengths: shape {tuple(region.lengths.shape)}, allowed: ({num_tokens},)")
+        for part, value in (("indices", region.indices), ("lengths", region.lengths)):
+            if value.dtype != torch.int32:
+                raise TypeError(f"{name}.{part}: dtype {value.dtype}, allowed: torch.int32")
 
 
 def _attend(q, regions, attn_sink, softmax_scale) -> tuple[torch.Tensor, torch.Tensor]:

@@ -337,7 +337,7 @@ def sparse_mqa_triton(
         ValueError, TypeError: naming the argument; also tensors on several devices, a device that Triton does not run
             on, and pages that do not start at multiples of 8 bytes.
     """
-    _check(q, regions, attn_sink, out)
+    _check(q, regions, attn_sink, softmax_scale, out)
     num_tokens, num_heads, _ = q.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
@@ -444,7 +444,10 @@ def _is_aligned(q: Tensor, o: Tensor, *buffers: Tensor) -> bool:
     return all(value % 16 == 0 for value in (*strides, *(x.data_ptr() for x in (q, o, *buffers))))
 
 
-def _check(q: Tensor, regions: tuple[KVRegion, ...], attn_sink: Tensor, out: Tensor | None) -> None:
+def _check(
+    q: Tensor, regions: tuple[KVRegion, ...], attn_sink: Tensor, softmax_scale: float, out: Tensor | None
+) -> None:
     if not INTERPRETED and (q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) < (8, 0)):
         raise ValueError(f"q: on {q.device}, allowed: a CUDA device of capability 8.0 or later")
-    check_packed_regions("Triton", q=q, regions=regions, attn_sink=attn_sink, out=out, alignment=8)
+    arguments = {"q": q, "regions": regions, "attn_sink": attn_sink, "softmax_scale": softmax_scale, "out": out}
+    check_packed_regions("Triton", **arguments, alignment=8)

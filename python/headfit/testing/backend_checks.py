@@ -5,6 +5,7 @@ of known faults.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,40 @@ def check_out(operator: Callable[..., tuple[Tensor, Tensor]], device: torch.devi
         assert_bit_equal((out, out_lse), (o, lse))
         out.fill_(7.0)
         assert (buffer == 7).all()
+
+
+def check_wrong_arguments(operator: Callable[..., tuple[Tensor, Tensor]], device: torch.device | str) -> None:
+    """A kernel form refuses by itself, without a backend around it, what it cannot run; also for no tokens.
+
+    Args:
+        operator: as for `check_out`.
+    """
+    for num_tokens in (3, 0):
+        arguments = make_case(Case(num_tokens=num_tokens, num_heads=8), 5, kv_format=FP8, device=device, dtype=BF16)
+        window, compressed = arguments.pop("window"), arguments.pop("compressed")
+        arguments["regions"] = (window, compressed)
+
+        def other(indices=compressed.indices, lengths=compressed.lengths, regions=arguments["regions"]):
+            return {"regions": (regions[0], KVRegion(regions[1].pool, indices, lengths))}
+
+        more = num_tokens + 1
+        sinks, q = arguments["attn_sink"], arguments["q"]
+        wrong = [
+            ({"q": q.to(torch.int32)}, TypeError, "q: dtype torch.int32, allowed"),
+            ({"attn_sink": sinks.to(BF16)}, TypeError, "attn_sink: dtype torch.bfloat16, allowed: torch.float32"),
+            ({"attn_sink": sinks[:1]}, ValueError, r"attn_sink: shape \(1,\), allowed: \(8,\)"),
+            (other(indices=compressed.indices.long()), TypeError, r"compressed\.indices: dtype torch\.int64"),
+            (other(indices=compressed.indices.new_zeros(more, 4)), ValueError, r"compressed\.indices: shape \(\d, 4\)"),
+            (other(indices=compressed.indices[:, 0]), ValueError, r"compressed\.indices: shape \(\d,\), allowed"),
+            (other(lengths=compressed.lengths.float()), TypeError, r"compressed\.lengths: dtype torch\.float32"),
+            (other(lengths=compressed.lengths.new_zeros(more)), ValueError, r"compressed\.lengths: shape \(\d,\)"),
+            ({"regions": (window,) * 3}, ValueError, "regions: 3 of them, allowed: 1 or 2"),
+        ]
+        for scale in (1e39, 3e38, -1e39, math.inf, math.nan):  # 3e38 is float32's, but not in base 2
+            wrong.append(({"softmax_scale": scale}, ValueError, f"softmax_scale: {re.escape(str(scale))}, allowed"))
+        for change, error, message in wrong:
+            with pytest.raises(error, match=message):
+                operator(**arguments | change)
 
 
 def check_batch_invariant(backend: AttentionBackend, device: torch.device | str, num_tokens: int = 32) -> None:
