@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headfit import backends
+from headfit.backends.sparse_mqa_cuda import SparseMQACudaBackend
 from headfit.kernels import sparse_mqa_cuda as kernel
 from headfit.kernels.packed_regions import division_constants
 from headfit.kernels.sparse_mqa_cuda import HEAD_TILES, _Params, plan_launch
@@ -100,7 +101,25 @@ def test_the_operator_refuses_by_itself(monkeypatch):
     check_wrong_arguments(kernel.sparse_mqa_cuda, "cpu")
 
 
-def test_an_empty_batch_needs_no_kernel():
+@pytest.mark.parametrize("num_tokens", [3, 0])
+def test_tensors_that_are_on_no_gpu_are_refused_by_name(num_tokens, monkeypatch):
+    monkeypatch.setattr("headfit.kernels.nvrtc.Nvrtc", lambda: None)  # its wheels may be missing here
+    arguments = make_case(Case(num_tokens=num_tokens), 1, kv_format=KV_FORMATS["fp8"], dtype=torch.bfloat16)
+    regions = (arguments["window"], arguments["compressed"])
+    common = {name: arguments[name] for name in ("q", "attn_sink", "softmax_scale")}
+    with pytest.raises(ValueError, match="q: on cpu, allowed: a CUDA device"):
+        kernel.sparse_mqa_cuda(**common, regions=regions)
+    with pytest.raises(ValueError, match="q: on cpu, allowed: a CUDA device"):
+        SparseMQACudaBackend().decode(**arguments)
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """CPU tensors say that they are on a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+
+
+def test_an_empty_batch_needs_no_kernel(as_if_on_a_gpu):
     arguments = make_case(Case(num_tokens=0, num_heads=16), 1, kv_format=KV_FORMATS["fp8"], dtype=torch.bfloat16)
     regions = (arguments.pop("window"), arguments.pop("compressed"))
     o, lse = kernel.sparse_mqa_cuda(**arguments, regions=regions)

@@ -165,16 +165,18 @@ def sparse_mqa_cuda(
     Raises:
         ValueError, TypeError: naming the argument, before anything is launched.
     """
-    num_tokens, num_heads, _ = q.shape
     _check_rows("q", q)
+    if out is not None:
+        _check_rows("out", out)
     arguments = {"q": q, "regions": regions, "attn_sink": attn_sink, "softmax_scale": softmax_scale, "out": out}
     check_packed_regions("CUDA", **arguments, alignment=16)
     if softmax_scale <= 0:
         raise ValueError(f"softmax_scale: {softmax_scale}, allowed: a positive number")
+    if not q.is_cuda:
+        raise ValueError(f"q: on {q.device}, allowed: a CUDA device")
+    num_tokens, num_heads, _ = q.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    else:
-        _check_rows("out", out)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     if num_tokens == 0:
         return out, lse
@@ -293,10 +295,10 @@ def _rows(indices: torch.Tensor) -> torch.Tensor:
 
 
 def _check_rows(name: str, value: torch.Tensor) -> None:
-    if value.dtype != torch.bfloat16:
-        raise TypeError(f"{name}: dtype {value.dtype}, allowed: torch.bfloat16")
     if value.dim() != 3 or value.shape[2] != HEAD_DIM:
         raise ValueError(f"{name}: shape {tuple(value.shape)}, allowed: [num_tokens, num_heads, {HEAD_DIM}]")
+    if value.dtype != torch.bfloat16:
+        raise TypeError(f"{name}: dtype {value.dtype}, allowed: torch.bfloat16")
     aligned = value.data_ptr() % 16 == 0 and value.stride(0) % 8 == 0 and value.stride(1) % 8 == 0
     if not aligned or value.stride(2) != 1:
         raise ValueError(

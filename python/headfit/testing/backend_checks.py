@@ -213,7 +213,10 @@ def check_wrong_arguments(operator: Callable[..., tuple[Tensor, Tensor]], device
         more = num_tokens + 1
         sinks, q = arguments["attn_sink"], arguments["q"]
         wrong = [
+            ({"q": q[0] if num_tokens else q[:, 0]}, ValueError, r"q: shape \(\d, 512\), allowed"),
+            ({"q": q[..., :256]}, ValueError, "q: |allowed: q's 256"),
             ({"q": q.to(torch.int32)}, TypeError, "q: dtype torch.int32, allowed"),
+            ({"out": q[:, 0].clone()}, ValueError, r"out: .*\(\d, 512\), allowed"),
             ({"attn_sink": sinks.to(BF16)}, TypeError, "attn_sink: dtype torch.bfloat16, allowed: torch.float32"),
             ({"attn_sink": sinks[:1]}, ValueError, r"attn_sink: shape \(1,\), allowed: \(8,\)"),
             (other(indices=compressed.indices.long()), TypeError, r"compressed\.indices: dtype torch\.int64"),
