@@ -2,7 +2,11 @@
 
 import ctypes
 import importlib.util
+import itertools
 import random
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from headfit import backends
 from headfit.backends.sparse_mqa_cuda import SparseMQACudaBackend
 from headfit.kernels import sparse_mqa_cuda as kernel
 from headfit.kernels.packed_regions import division_constants
-from headfit.kernels.sparse_mqa_cuda import HEAD_TILES, _Params, plan_launch
+from headfit.kernels.sparse_mqa_cuda import HEAD_TILES, LaunchPlan, _Params, plan_launch
 from headfit.testing.backend_checks import check_wrong_arguments
 from headfit.testing.cases import KV_FORMATS, Case, make_case
 
@@ -117,6 +121,48 @@ def test_tensors_that_are_on_no_gpu_are_refused_by_name(num_tokens, monkeypatch)
 def as_if_on_a_gpu(monkeypatch):
     """CPU tensors say that they are on a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+
+
+@pytest.fixture
+def launched(as_if_on_a_gpu, monkeypatch):
+    """The parameters of each launch, of which none happens."""
+    launches = []
+    recorder = SimpleNamespace(launch=lambda **values: launches.append(values["params"]))
+    monkeypatch.setattr(kernel, "_plan", lambda *_: LaunchPlan(8, 1, 1, 1, 1))
+    monkeypatch.setattr(kernel, "_kernel", lambda *_: recorder)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((3, 1, 512), (512, 1, 1)), ((1, 8, 512), (1, 512, 1)), ((1, 1, 512), (3, 5, 1))], ids=str
+)
+def test_the_stride_of_an_axis_of_1_does_not_matter(shape, strides, launched):
+    num_tokens, num_heads, _ = shape
+    case = Case(num_tokens=num_tokens, num_heads=num_heads)
+    arguments = make_case(case, 1, kv_format=KV_FORMATS["fp8"], dtype=torch.bfloat16)
+    regions = (arguments.pop("window"), arguments.pop("compressed"))
+    q, out = (torch.zeros(shape, dtype=torch.bfloat16).as_strided(shape, strides) for _ in range(2))
+    assert q.is_contiguous()
+    kernel.sparse_mqa_cuda(**arguments | {"q": q}, regions=regions, out=out)
+    (params,) = launched
+    for tensor, name in ((q, "q"), (out, "o")):
+        rows = [getattr(params, f"{name}_{axis}_stride") for axis in ("token", "head")]
+        for token, head in itertools.product(range(num_tokens), range(num_heads)):
+            place = getattr(params, name) + 2 * (token * rows[0] + head * rows[1])
+            assert place == tensor[token, head].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["q", "out"])
+@pytest.mark.parametrize(("heads", "strides"), [(1, (516, 512, 1)), (2, (1040, 516, 1))], ids=str)
+def test_rows_off_the_16_byte_grid_are_refused(heads, strides, name, launched):
+    arguments = make_case(Case(num_heads=heads), 1, kv_format=KV_FORMATS["fp8"], dtype=torch.bfloat16)
+    regions = (arguments.pop("window"), arguments.pop("compressed"))
+    rows = torch.zeros(4096, dtype=torch.bfloat16).as_strided((3, heads, 512), strides)
+    with pytest.raises(ValueError, match=rf"{name}: strides {re.escape(str(strides))} at .*multiples of 16 bytes"):
+        kernel.sparse_mqa_cuda(**arguments | {name: rows}, regions=regions)
+    assert not launched
 
 
 def test_an_empty_batch_needs_no_kernel(as_if_on_a_gpu):

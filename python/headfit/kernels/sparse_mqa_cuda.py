@@ -299,8 +299,9 @@ def _check_rows(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name}: shape {tuple(value.shape)}, allowed: [num_tokens, num_heads, {HEAD_DIM}]")
     if value.dtype != torch.bfloat16:
         raise TypeError(f"{name}: dtype {value.dtype}, allowed: torch.bfloat16")
-    aligned = value.data_ptr() % 16 == 0 and value.stride(0) % 8 == 0 and value.stride(1) % 8 == 0
-    if not aligned or value.stride(2) != 1:
+    # The stride of an axis of 1 is anything, of a contiguous tensor too; what is read or written lies at 0 times it.
+    odd = any(value.shape[axis] > 1 and value.stride(axis) % 8 for axis in (0, 1))
+    if odd or value.data_ptr() % 16 or value.stride(2) != 1:
         raise ValueError(
             f"{name}: strides {value.stride()} at address {value.data_ptr():#x}, allowed: contiguous rows that start "
             "at multiples of 16 bytes"
