@@ -84,6 +84,22 @@ def test_auto_and_explicit_choice_on_a_cpu():
         backends.create("unified_kv_triton", kv_format="model")  # the interpreter runs on a CPU
 
 
+@pytest.mark.parametrize("name", ["auto", *backends.BACKEND_NAMES])
+@pytest.mark.parametrize("build", [backends.choose, lambda name, device: backends.create(name, device=device)])
+def test_a_device_that_torch_does_not_have_is_refused_by_name(build, name, monkeypatch):
+    with pytest.raises(ValueError, match="device: 'tpu', allowed: cpu, cuda or another that torch knows"):
+        build(name, "tpu")
+
+    def absent(device):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", absent)
+    for count, message in ((0, "cpu, torch has no CUDA device"), (2, "cpu or cuda:0 to cuda:1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(ValueError, match=rf"device: cuda:7, allowed here: {message} \(Torch not compiled"):
+            build(name, "cuda:7")
+
+
 def test_bad_arguments_are_refused_before_anything_is_launched():
     arguments = make_case(Case(num_heads=8), 1, kv_format=KV_FORMATS["fp8"], dtype=torch.bfloat16)
     regions = (arguments.pop("window"), arguments.pop("compressed"))

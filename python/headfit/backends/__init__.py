@@ -56,16 +56,17 @@ def choose(
         dtype: of the queries.
 
     Raises:
-        ValueError: an unknown name, or one that cannot run here: what is in the way.
+        ValueError: an unknown name or device, a device that torch does not have here, or a backend that cannot run
+            here: what is in the way.
     """
-    device = torch.device(device)
+    device, architecture = _found(device)
     if name != "auto":
-        if obstacle := _obstacle(support(name), device, kv_format, dtype, asked=True):
+        if obstacle := _obstacle(support(name), device, architecture, kv_format, dtype, asked=True):
             raise ValueError(f"backend {name}: {obstacle}")
         return name, "asked for"
     passed_over = []
     for kernel in _FASTEST_FIRST:
-        obstacle = _obstacle(kernel, device, kv_format, dtype, asked=False)
+        obstacle = _obstacle(kernel, device, architecture, kv_format, dtype, asked=False)
         if obstacle is None:
             return kernel.name, "; ".join(["the fastest that runs here", *passed_over])
         passed_over.append(f"not {kernel.name}: {obstacle}")
@@ -102,8 +103,30 @@ def create(
     return _FACTORIES[chosen](**options)
 
 
+def _found(device: torch.device | str) -> tuple[torch.device, str | None]:
+    """The device, and its architecture such as "sm90" where it is a CUDA device."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r}, allowed: cpu, cuda or another that torch knows") from error
+    if found.type != "cuda":
+        return found, None
+    try:
+        return found, "sm{}{}".format(*torch.cuda.get_device_capability(found))
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, no driver, no such device
+        gpus = torch.cuda.device_count()
+        allowed = f"cpu or cuda:0 to cuda:{gpus - 1}" if gpus else "cpu, torch has no CUDA device"
+        raise ValueError(f"device: {device}, allowed here: {allowed} ({error})") from error
+
+
 def _obstacle(
-    kernel: KernelSupport, device: torch.device, kv_format: str, dtype: torch.dtype, *, asked: bool
+    kernel: KernelSupport,
+    device: torch.device,
+    architecture: str | None,
+    kv_format: str,
+    dtype: torch.dtype,
+    *,
+    asked: bool,
 ) -> str | None:
     """Why `kernel` cannot run there, None where it can."""
     if kernel.name == reference.SUPPORT.name:
@@ -111,8 +134,7 @@ def _obstacle(
     interpreted = asked and kernel.name == unified_kv_triton.SUPPORT.name and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         return f"needs a CUDA GPU, the device is {device.type}"
-    if device.type == "cuda":
-        architecture = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    if architecture is not None:
         if architecture not in kernel.architectures:
             return f"needs {' or '.join(kernel.architectures)}, the GPU is {architecture}"
         if not asked and (reason := _NOT_BY_AUTO.get((kernel.name, architecture))):
