@@ -107,6 +107,7 @@ def test_row_29_auto_on_hopper_is_within_5_percent_of_the_best(monkeypatch):
     """Its choice, made before the batch is known, against every backend on every recorded shape."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(backends, "_installed", lambda module: True)
+    monkeypatch.setattr(backends.sparse_mqa_cuda, "obstacle", lambda: None)
     chosen, _ = backends.choose("auto", "cuda")
     times = {}
     for entry in json.loads(RECORDED.read_text())["rows"]:

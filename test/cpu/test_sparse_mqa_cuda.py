@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import random
 import re
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from headfit import backends
+from headfit.backends import sparse_mqa_cuda as cuda_backend
 from headfit.backends.sparse_mqa_cuda import SparseMQACudaBackend
 from headfit.kernels import sparse_mqa_cuda as kernel
 from headfit.kernels.packed_regions import division_constants
@@ -98,6 +100,39 @@ def test_a_device_that_torch_does_not_have_is_refused_by_name(build, name, monke
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         with pytest.raises(ValueError, match=rf"device: cuda:7, allowed here: {message} \(Torch not compiled"):
             build(name, "cuda:7")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A GPU of sm90, and whatever was found out about NVRTC forgotten before and after."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends, "_installed", lambda module: True)
+    cuda_backend.obstacle.cache_clear()
+    yield
+    cuda_backend.obstacle.cache_clear()
+
+
+def test_auto_passes_over_the_kernel_where_libnvrtc_does_not_load(on_hopper, monkeypatch):
+    looked = []
+
+    def not_found():
+        looked.append(1)
+        raise RuntimeError('Failure finding "libnvrtc.so"')
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", SimpleNamespace(nvrtcVersion=not_found))
+    name, reason = backends.choose("auto", "cuda")
+    assert name == "unified_kv_triton" and "not sparse_mqa_cuda: headfit's CUDA kernels need the wheels" in reason
+    assert 'libnvrtc does not load: Failure finding "libnvrtc.so"' in reason
+    assert backends.create("auto", device="cuda").name == "unified_kv_triton"
+    with pytest.raises(ValueError, match="backend sparse_mqa_cuda: headfit's CUDA kernels need the wheels"):
+        backends.create("sparse_mqa_cuda", device="cuda")
+    assert len(looked) == 1
+
+
+def test_auto_takes_the_kernel_where_nvrtc_loads(on_hopper, monkeypatch):
+    monkeypatch.setattr("headfit.kernels.nvrtc.Nvrtc", lambda: None)
+    assert backends.choose("auto", "cuda") == ("sparse_mqa_cuda", "the fastest that runs here")
+    assert backends.create("auto", device="cuda").name == "sparse_mqa_cuda"
 
 
 def test_bad_arguments_are_refused_before_anything_is_launched():

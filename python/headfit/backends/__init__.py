@@ -145,8 +145,9 @@ def _obstacle(
         return f"takes queries of {' or '.join(map(str, kernel.dtypes))}, they are {dtype}"
     if kernel.name == flashmla.SUPPORT.name:
         return flashmla.obstacle()
-    missing = [module for module in kernel.modules if not _installed(module)]
-    return f"{' and '.join(missing)} not installed" if missing else None
+    if missing := [module for module in kernel.modules if not _installed(module)]:
+        return f"{' and '.join(missing)} not installed"
+    return sparse_mqa_cuda.obstacle() if kernel.name == sparse_mqa_cuda.SUPPORT.name else None
 
 
 def _installed(module: str) -> bool:

@@ -1,7 +1,7 @@
 """The Hopper kernel, in CUDA C++ compiled at run time: a rank's exact heads, packed fp8 caches, bfloat16 queries."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -15,6 +15,18 @@ SUPPORT = KernelSupport(
     dtypes=(torch.bfloat16,),
     modules=("cuda.bindings.nvrtc",),
 )
+
+
+@cache
+def obstacle() -> str | None:
+    """Why the kernel cannot be compiled in this environment, None where it can: loads NVRTC, once a process."""
+    from headfit.kernels.nvrtc import Nvrtc
+
+    try:
+        Nvrtc()
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 class SparseMQACudaBackend(ExactHeadsBackend):
