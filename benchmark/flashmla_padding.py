@@ -18,7 +18,11 @@ import headfit.backends
 from headfit.backends.flashmla import SUPPORT
 
 TABLE = Path(headfit.backends.__file__).parent / "flashmla_padding.json"
-GPUS = {"sm90": r"\b(GH200|H(20|100|200|800))", "sm100": r"\b(GB|B)(100|200|300)"}  # of an architecture, by their names
+GPUS = {  # of an architecture, by their names
+    "sm90": r"\b(GH200|H(20|100|200|800))",
+    "sm100": r"\b(GB|B)(100|200)",
+    "sm103": r"\b(GB|B)300",
+}
 PROVENANCE = ("gpu", "torch", "flash_mla", "commit", "date", "command")
 SHAPE = ("keys_window", "keys_extra", "compress_ratio", "batch")
 
@@ -58,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         entry = table_of(json.loads(args.result.read_text()))
         measured = [architecture for architecture, names in GPUS.items() if re.search(names, entry["gpu"])]
         if measured and args.architecture not in measured:
-            raise ValueError(f"--architecture: {args.architecture}, allowed for {entry['gpu']}: {measured[0]}")
+            allowed = measured[0] if measured[0] in SUPPORT.architectures else f"none, it is {measured[0]}"
+            raise ValueError(f"--architecture: {args.architecture}, allowed for {entry['gpu']}: {allowed}")
         table = json.loads(args.table.read_text()) if args.table.exists() else {"architectures": {}}
         table["architectures"][args.architecture] = entry
         args.table.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n")

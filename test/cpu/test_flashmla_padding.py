@@ -72,10 +72,11 @@ def test_one_architecture_is_replaced(files):
         ({"rows": [row(64, 12.0), row(128, 0)]}, "allowed: a time of each head count"),
         ({"rows": [row(16, 7.0, backend="sparse_mqa_cuda")]}, "rows: none of flashmla"),
         ({"gpu": "NVIDIA B200"}, "--architecture: sm90, allowed for NVIDIA B200: sm100"),
+        ({"gpu": "NVIDIA B300 SXM6 AC"}, "--architecture: sm90, allowed for NVIDIA B300 SXM6 AC: none, it is sm103"),
         ({"rows": 5}, "TypeError: 'int' object is not iterable, allowed: a decode_kernel result and a padding table"),
         ({"rows": [{}]}, "result.json"),
     ],
-    ids=["benchmark", "missing", "red", "text", "zero", "none", "architecture", "no list", "no fields"],
+    ids=["benchmark", "missing", "red", "text", "zero", "none", "architecture", "another one", "no list", "no fields"],
 )
 def test_what_is_no_measurement_is_refused(files, capsys, change, message):
     before = files[1].read_text()
