@@ -7,6 +7,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 import pytest
 import torch
 
+from headfit import backends
 from headfit.backends.unified_kv_triton import SUPPORT, UnifiedKVTritonBackend
 from headfit.kernels import sparse_mqa_triton as kernel
 from headfit.kernels import sparse_mqa_triton_plan as plans
@@ -239,6 +240,20 @@ def test_plan_splits():
         splits = plan(num_tokens)
         assert 1 <= splits <= 20 and (splits == 1 or num_tokens * splits <= 4 * 132)
         assert plan(num_tokens) <= plan(max(1, num_tokens // 4))
+
+
+@pytest.mark.parametrize(
+    "capability", [(8, 0), (8, 6), (8, 7), (8, 8), (8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0), (12, 0), (12, 1)]
+)
+def test_ampere_and_later_are_supported(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert backends.choose("unified_kv_triton", "cuda") == ("unified_kv_triton", "asked for")
+
+
+def test_earlier_architectures_are_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=r"backend unified_kv_triton: needs sm80 or .* or sm121, the GPU is sm75"):
+        backends.choose("unified_kv_triton", "cuda")
 
 
 def test_support():

@@ -7,9 +7,12 @@ import torch
 from headfit.backends.base import KernelSupport
 from headfit.backends.exact_heads import ExactHeadsBackend
 
+# All from Ampere on, as the kernel's own check has it; sm101 is CUDA 12's name of sm110.
+_ARCHITECTURES = ("sm80", "sm86", "sm87", "sm88", "sm89", "sm90", "sm100", "sm101", "sm103", "sm110", "sm120", "sm121")
+
 SUPPORT = KernelSupport(
     name="unified_kv_triton",
-    architectures=("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),
+    architectures=_ARCHITECTURES,
     num_heads=None,
     modules=("triton",),
 )
