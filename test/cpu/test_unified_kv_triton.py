@@ -129,6 +129,22 @@ def test_pages_of_another_allocator(seed):
             BACKEND.decode(**arguments | {name: KVRegion(pool, region.indices, region.lengths)})
 
 
+@pytest.mark.parametrize("name", ["window", "compressed"])
+def test_pages_past_two_gib_are_refused(name):
+    """Their keys would be read from another place: page_size * 576 wraps in 32 bits."""
+    assert kernel.MAX_PAGE_SIZE * 576 < 2**31 <= (kernel.MAX_PAGE_SIZE + 1) * 576
+    arguments = make_case(Case(num_heads=8), 0, kv_format=FP8, dtype=BF16)
+    region = arguments[name]
+    for page_size in (kernel.MAX_PAGE_SIZE, kernel.MAX_PAGE_SIZE + 1):
+        pool = PagedPool.from_packed_cache(name, torch.empty(0, page_size, 1, 584, dtype=torch.uint8))
+        arguments[name] = KVRegion(pool, torch.full_like(region.indices, -1), region.lengths)
+        if page_size == kernel.MAX_PAGE_SIZE:
+            check_reference(BACKEND, arguments)
+        else:
+            with pytest.raises(ValueError, match=rf"{name}\.pool: page_size 3728271, allowed: up to 3728270 by the"):
+                BACKEND.decode(**arguments)
+
+
 def test_strided_sinks_indices_and_lengths(seed):
     arguments = make_case(Case(num_heads=8), seed, kv_format=FP8, dtype=BF16)
     expected = BACKEND.decode(**arguments)

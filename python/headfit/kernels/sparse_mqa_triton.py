@@ -20,6 +20,7 @@ from headfit.kernels.rounding_triton import rounded
 from headfit.kernels.sparse_mqa_triton_plan import BATCH_INVARIANT_SPLITS, MAX_SPLITS, choose_launch, plan_splits
 from headfit.kv_cache import HEAD_DIM, KVRegion, PackedFp8Format, PagedPool
 
+MAX_PAGE_SIZE = (2**31 - 1) // kv_cache.DATA_BYTES  # the bytes of a page's data rows are counted in 32 bits
 MAX_SCRATCH_BYTES = 64 * 2**20  # of partial outputs at a time: more tokens than that go in several launches
 
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -335,7 +336,7 @@ def sparse_mqa_triton(
 
     Raises:
         ValueError, TypeError: naming the argument; also tensors on several devices, a device that Triton does not run
-            on, and pages that do not start at multiples of 8 bytes.
+            on, and pages that do not start at multiples of 8 bytes or hold more than `MAX_PAGE_SIZE` keys.
     """
     _check(q, regions, attn_sink, softmax_scale, out)
     num_tokens, num_heads, _ = q.shape
@@ -451,3 +452,7 @@ def _check(
         raise ValueError(f"q: on {q.device}, allowed: a CUDA device of capability 8.0 or later")
     arguments = {"q": q, "regions": regions, "attn_sink": attn_sink, "softmax_scale": softmax_scale, "out": out}
     check_packed_regions("Triton", **arguments, alignment=8)
+    for region, name in zip(regions, ("window", "compressed"), strict=False):
+        if region.pool.page_size > MAX_PAGE_SIZE:
+            allowed = f"up to {MAX_PAGE_SIZE} by the Triton kernel, 2 GiB of data"
+            raise ValueError(f"{name}.pool: page_size {region.pool.page_size}, allowed: {allowed}")
