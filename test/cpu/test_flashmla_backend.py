@@ -439,7 +439,12 @@ def test_the_measured_table_serves_auto_only(library, monkeypatch):
         for batch in (None, 64)
     }
     assert created.pop(("auto", 64)) == (128,) and set(created.values()) == {SUPPORTED}
-    for batch, message in ((0, "max_batch: 0, allowed: 1 or more"), (1.5, "max_batch: 1.5, allowed: int")):
+    wrong = (
+        (0, "max_batch: 0, allowed: 1 or more"),
+        (1.5, "max_batch: 1.5, allowed: int"),
+        (True, "True, allowed: int"),
+    )
+    for batch, message in wrong:
         with pytest.raises((ValueError, TypeError), match=message):
             backends.create("reference", max_batch=batch)
 

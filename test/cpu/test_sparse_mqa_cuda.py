@@ -102,6 +102,23 @@ def test_a_device_that_torch_does_not_have_is_refused_by_name(build, name, monke
             build(name, "cuda:7")
 
 
+@pytest.mark.parametrize("name", ["auto", "reference", "unified_kv_triton"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kv_format": "int4"}, "kv_format: 'int4', allowed: 'fp8', 'model'"),
+        ({"dtype": torch.int8}, "dtype: torch.int8, allowed: torch.bfloat16, torch.float16, torch.float32"),
+        ({"dtype": torch.float64}, "dtype: torch.float64, allowed: torch.bfloat16"),
+    ],
+)
+def test_a_format_or_dtype_that_no_backend_has_is_refused_by_name(wrong, message, name):
+    with pytest.raises(ValueError, match=message):
+        backends.choose(name, "cpu", **wrong)
+    with pytest.raises(ValueError, match=message):
+        backends.create(name, **wrong)
+    assert backends.choose("reference", "cpu", kv_format="model", dtype=torch.float16) == ("reference", "asked for")
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """A GPU of sm90, and whatever was found out about NVRTC forgotten before and after."""

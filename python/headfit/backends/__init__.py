@@ -11,6 +11,7 @@ import torch
 
 from headfit.backends import flashmla, reference, sparse_mqa_cuda, unified_kv_triton
 from headfit.backends.base import AttentionBackend, KernelSupport
+from headfit.kv_cache import ModelDtypeFormat, PackedFp8Format
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ _FACTORIES = {
 }
 BACKEND_NAMES = tuple(kernel.name for kernel in KERNELS)
 _FASTEST_FIRST = (sparse_mqa_cuda.SUPPORT, flashmla.SUPPORT, unified_kv_triton.SUPPORT, reference.SUPPORT)
+_KV_FORMATS = (PackedFp8Format.name, ModelDtypeFormat.name)
 # A choice before heads and batch are known. Measured on sm90 (benchmark/results/decode_kernel-h200.json), either exact
 # kernel beats padded heads in the mean at 8 and 16 heads a rank; the Triton one does not at 32 and 64.
 _NOT_BY_AUTO = {(flashmla.SUPPORT.name, "sm90"): "padded heads, slower than exact ones at 8 and 16 heads a rank"}
@@ -56,10 +58,14 @@ def choose(
         dtype: of the queries.
 
     Raises:
-        ValueError: an unknown name or device, a device that torch does not have here, or a backend that cannot run
-            here: what is in the way.
+        ValueError: an unknown name, device, format or dtype, a device that torch does not have here, or a backend that
+            cannot run here: what is in the way.
     """
     device, architecture = _found(device)
+    if kv_format not in _KV_FORMATS:
+        raise ValueError(f"kv_format: {kv_format!r}, allowed: {', '.join(map(repr, _KV_FORMATS))}")
+    if dtype not in reference.SUPPORT.dtypes:
+        raise ValueError(f"dtype: {dtype}, allowed: {', '.join(map(str, reference.SUPPORT.dtypes))}")
     if name != "auto":
         if obstacle := _obstacle(support(name), device, architecture, kv_format, dtype, asked=True):
             raise ValueError(f"backend {name}: {obstacle}")

@@ -102,7 +102,7 @@ def obstacle() -> str | None:
 
 def check_batch(name: str, batch: int) -> None:
     """Raise TypeError or ValueError where `batch` is no count of sequences."""
-    if not isinstance(batch, int):
+    if isinstance(batch, bool) or not isinstance(batch, int):
         raise TypeError(f"{name}: {batch!r}, allowed: int")
     if batch < 1:
         raise ValueError(f"{name}: {batch}, allowed: 1 or more")
