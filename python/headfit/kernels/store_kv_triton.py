@@ -117,9 +117,9 @@ def store_kv_triton(
 ) -> None:
     """See `store_kv_ref`. The pool is packed fp8, the last 64 channels turn, kv's rows may be strided.
 
-    The bytes are `kv_cache.pack`'s, but for what the order of the norm's sum may change; NaN as e4m3 is always 0x7F.
-    Dropped rows are written nowhere. Never waits for the device, so it can be captured in a CUDA graph once compiled,
-    which the first call for a combination of dtypes does.
+    The bytes are `kv_cache.pack`'s, but for what the order of the norm's sum may change, and a NaN may have other bits
+    (as e4m3 it is always 0x7F). Dropped rows are written nowhere. Never waits for the device, so it can be captured in
+    a CUDA graph once compiled, which the first call for a combination of dtypes does.
 
     Raises:
         TypeError, ValueError: as `store_kv_ref`; also another KV format or RoPE width, tensors on several devices, an
