@@ -14,6 +14,12 @@
 //   warps 4-11   values: O^T [channels x heads], a 64-channel group a warp, by mma.sync; e4m3 becomes fp16 in
 //                registers (exact), the key's scale multiplies its probability, as an fp16 power of two relative to
 //                2**X. X follows the largest scale of each tile, so that every e8m0 scale is usable
+//
+// Limits. Values: a key's group whose scale is 2**15 or more below 2**X counts as 0. 2**X is at most the group's largest
+// scale in the row so far, so that less than 2**-14 of the largest value is lost: little, but all of the result where
+// only such keys have weight. Scales further apart than about 2**100 over a row can overflow, as X goes down in several
+// steps; headfit's and SGLang's writers store 2**-22 to about 2**8 of normed rows. Scores: above about 2**28, in units
+// of log2, float32 rounds a reference so far off that fp16 does not hold the largest probability.
 
 constexpr int TILE = 64;
 constexpr int HEADS = HEAD_TILE;

@@ -149,6 +149,11 @@ def sparse_mqa_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `AttentionBackend.decode`, for bfloat16 q on a Hopper GPU and packed fp8 pools.
 
+    Its arithmetic has limits. A key's group of channels whose scale is 2**15 or more below the largest scale of that
+    group in the row may count as 0 among the values, whatever its weight. Scales further apart than about 2**100 over
+    a row can overflow; headfit's and SGLang's writers store 2**-22 to about 2**8 of normed rows. Scores
+    (softmax_scale * q.k, in units of log2) above about 2**28 lose their maximum to rounding.
+
     Args:
         q: bf16 [num_tokens, num_heads, 512]; tokens and heads may be strided (a slice of a padded buffer), rows are
             contiguous and 16-byte aligned.
