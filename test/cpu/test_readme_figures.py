@@ -151,7 +151,8 @@ def test_server_check_of_updates_and_dp_attention():
         f"captured graphs give by {min(changed):.3f} to {max(changed):.3f} in the mean, "
         f"and with the old ones it is back within {back:.3f}"
     ) in text
-    assert max(mean[f"stock after {how}"] for mean in means for how in ("tensor", "disk")) < 0.2 * min(changed)
+    # Stock goes on with its first sinks: new ones change no more than running again does.
+    assert all(mean[f"stock after {how}"] < 1.2 * mean["stock twice"] for mean in means for how in ("tensor", "disk"))
     workers = results[-1]["arms"]["dp"]["workers"]
     assert [worker["layers"] for worker in workers] == [[[0, 1, 64]]] * 2
     assert not any(sum(worker["stock_calls"]) for worker in workers)
@@ -173,6 +174,12 @@ def attention_us(profile: dict) -> list[float]:
     return [sum(kernel["us"] for name, kernel in kernels if part in name) / profile["steps"] for part in KERNEL_PARTS]
 
 
+def medians(result: dict, concurrency: str, name: str) -> list[float]:
+    """Of a figure of stock's rows and of the plugin's."""
+    rows = [row for row in result["rows"] if str(row["concurrency"]) == concurrency]
+    return [median(row[name] for row in rows if row["arm"] == arm) for arm in ("stock", "plugin")]
+
+
 @pytest.mark.parametrize("heads", LONE_RANKS)
 def test_server_throughput(heads):
     result = result_of(f"serving-h200-lone-rank-{heads}")
@@ -181,21 +188,14 @@ def test_server_throughput(heads):
     assert any(LONE_RANKS[heads] in line and "18 layers" in line for line in result["plugin"]["plugin"])
     assert not any(row["num_retractions"] for row in result["rows"])
     for concurrency, found in serving_report.summarise(result["rows"]).items():
-        speeds, ttfts, tpots = (
-            [
-                median(
-                    row[name] for row in result["rows"] if (row["arm"], str(row["concurrency"])) == (arm, concurrency)
-                )
-                for arm in ("stock", "plugin")
-            ]
-            for name in ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50")
-        )
-        assert found["pairs"] == 5 and 0.85 <= ttfts[1] / ttfts[0] <= 1.305
+        names = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50")
+        speeds, ttfts, tpots = (medians(result, concurrency, name) for name in names)
+        assert found["pairs"] == 5
         cells = [str(heads), concurrency, *(f"{speed:,.0f}" for speed in speeds)]
         cells += [f"{found['ratio_median']:.3f}x", f"{found['ratio_lower_95']:.3f}x"]
         cells += [" → ".join(f"{ttft:.0f}" for ttft in ttfts), " → ".join(f"{tpot:.2f}" for tpot in tpots)]
         assert f"| {' | '.join(cells)} |" in README
-        assert found["ratio_lower_95"] > 1 or (heads, concurrency) in ((16, "64"), (32, "64"))
+        assert (found["ratio_lower_95"] > 1) == ((heads, concurrency) not in ((16, "64"), (32, "64")))
 
 
 def test_server_throughput_sentences():
@@ -208,6 +208,9 @@ def test_server_throughput_sentences():
     assert (min(every), max(every)) == (min(pairs[32][64]), max(pairs[8][128]))
     lowest, highest = f"lowest ratio, {min(every):.2f} (32 heads at 64)", f"highest, {max(every):.2f} (8 heads at 128)"
     assert lowest in text and highest in text
+    ttfts = [medians(result, c, "ttft_ms_p50") for result in results.values() for c in result["summary"]]
+    ttft_ratios = [plugin / stock for stock, plugin in ttfts]
+    assert f"TTFT is {min(ttft_ratios):.2f} to {max(ttft_ratios):.2f} times stock's" in text
 
 
 def test_server_profile():
@@ -236,9 +239,9 @@ def test_server_profile():
 def test_server_of_six_layers():
     text = " ".join(README.split())
     result = result_of("serving-h200-lone-rank-16-six-layers")
-    medians = [found["ratio_median"] for found in serving_report.summarise(result["rows"]).values()]
-    assert f"the median ratio is {min(medians):.2f} to {max(medians):.2f}, below 1 at 8, 32 and 64" in text
-    assert [medians[place] < 1 for place in range(5)] == [False, True, True, True, False]
+    ratios = [found["ratio_median"] for found in serving_report.summarise(result["rows"]).values()]
+    assert f"the median ratio is {min(ratios):.2f} to {max(ratios):.2f}, below 1 at 8, 32 and 64" in text
+    assert [ratio < 1 for ratio in ratios] == [False, True, True, True, False]
     steps = [result["decode_step_ms"][arm][0]["64"] for arm in ("stock", "plugin")]
     profiles = result["profiles"]
     kernels = [profiles[arm]["total_us"] / profiles[arm]["steps"] / 1e3 for arm in ("stock", "plugin")]

@@ -129,6 +129,26 @@ def test_pages_of_another_allocator(seed):
             BACKEND.decode(**arguments | {name: KVRegion(pool, region.indices, region.lengths)})
 
 
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_the_stride_of_a_single_page_does_not_matter(num_pages):
+    arguments = make_case(Case(num_heads=8), 1, kv_format=FP8, dtype=BF16)
+    indices, page_size = arguments["window"].indices, arguments["window"].pool.page_size
+    page = int(indices.max()) // page_size
+    bytes_of_page = page_size * 584
+    stored = torch.zeros(num_pages * (bytes_of_page + 1), dtype=torch.uint8)
+    stored[:bytes_of_page] = arguments["window"].pool.buffer[page, :bytes_of_page]
+    strides = (bytes_of_page + 1, 584, 584, 1)
+    pool = PagedPool.from_packed_cache("window", stored.as_strided((num_pages, page_size, 1, 584), strides))
+    of_page = torch.where(indices // page_size == page, indices - page * page_size, -1)
+    assert (of_page >= 0).any()
+    arguments["window"] = KVRegion(pool, of_page, arguments["window"].lengths)
+    if num_pages == 1:
+        check_reference(BACKEND, arguments)
+    else:
+        with pytest.raises(ValueError, match=rf"window\.pool: .*page stride {bytes_of_page + 1}, allowed: multiples"):
+            BACKEND.decode(**arguments)
+
+
 @pytest.mark.parametrize("name", ["window", "compressed"])
 def test_pages_past_two_gib_are_refused(name):
     """Their keys would be read from another place: page_size * 576 wraps in 32 bits."""

@@ -12,7 +12,7 @@ import torch
 from headfit import backends
 from headfit.hosts.sglang import plugin as plugin_module
 from headfit.hosts.sglang import sinks as sinks_module
-from headfit.hosts.sglang.capabilities import ServerCode, UnsupportedServer, read_server
+from headfit.hosts.sglang.capabilities import ServerCode, UnsupportedServer, decode_heads, read_server
 from headfit.hosts.sglang.plugin import AUTO_MAX_HEADS, Plugin
 from headfit.hosts.sglang.settings import Settings
 from headfit.hosts.sglang.sinks import LayerSinks
@@ -365,7 +365,7 @@ def test_heads_that_are_shared_out_for_decode_alone_count(make, monkeypatch, num
     plugin._around_load(lambda: None)
     assert sorted(backend.prewarmed) == prepared and plugin.kernel == "sparse_mqa_cuda (auto: the faster one here)"
     context.decode_tp_size = None
-    assert plugin_module._decode_heads(layer) == num_heads
+    assert decode_heads(layer) == num_heads
 
 
 @pytest.mark.parametrize("settings", [{}, {"backend": "reference"}], ids=["auto", "by name"])

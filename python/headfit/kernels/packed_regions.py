@@ -51,7 +51,8 @@ def check_packed_regions(
         pool = region.pool
         if not isinstance(pool.kv_format, PackedFp8Format):
             raise ValueError(f"{name}.pool: kv_format {pool.kv_format.name!r}, allowed by the {kernel} kernel: 'fp8'")
-        stride = pool.buffer.stride(0)
+        # A single page's stride is anything: what is read lies at 0 times it.
+        stride = pool.buffer.stride(0) if pool.buffer.shape[0] > 1 else 0
         if pool.buffer.data_ptr() % alignment or stride % alignment or stride >= 1 << 32:
             place = f"first page at {pool.buffer.data_ptr()}, page stride {stride}"
             raise ValueError(f"{name}.pool: {place}, allowed: multiples of {alignment} bytes, the stride below 4 GiB")

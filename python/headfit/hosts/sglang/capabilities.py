@@ -10,11 +10,14 @@ Three shapes of the attention layer's forward are known, by the names that its b
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType, ModuleType
+
+from torch import nn
 
 MODEL = "sglang.srt.models.deepseek_v4"
 DRAFT = "sglang.srt.models.deepseek_v4_dspark"
@@ -111,6 +114,15 @@ def read_server() -> ServerCode:
         seam_obstacle=obstacle,
         loads_model=_find(LOAD.rpartition(".")[0], "load_model") is not None,
     )
+
+
+def decode_heads(layer: nn.Module) -> int:
+    """A layer's heads a rank in decode steps: ranks that share a prompt's context may then share out its heads."""
+    for owner in type(layer).__mro__:  # 0.5.23's model file has this function
+        if context := getattr(sys.modules.get(owner.__module__), "get_cp_decode_attn_tp_ctx", None):
+            size = context().decode_tp_size  # None: they do not
+            return layer.n_heads // size if size else layer.n_local_heads
+    return layer.n_local_heads
 
 
 def _shape(layer: type, owner: type) -> str:

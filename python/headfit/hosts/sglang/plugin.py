@@ -24,7 +24,7 @@ from torch import nn
 from headfit import __version__, backends
 from headfit.backends import flashmla, reference, sparse_mqa_cuda
 from headfit.backends.base import AttentionBackend
-from headfit.hosts.sglang.capabilities import LOAD, ServerCode, UnsupportedServer, read_server
+from headfit.hosts.sglang.capabilities import LOAD, ServerCode, UnsupportedServer, decode_heads, read_server
 from headfit.hosts.sglang.seam import Seam
 from headfit.hosts.sglang.settings import Settings
 from headfit.hosts.sglang.sinks import LayerSinks, SwappedSink
@@ -254,7 +254,7 @@ class Plugin:
         Raises:
             ValueError, ImportError: a kernel asked for by name that cannot run here.
         """
-        counts = {heads for layer in self.sinks.layers for heads in (layer.n_local_heads, _decode_heads(layer))}
+        counts = {heads for layer in self.sinks.layers for heads in (layer.n_local_heads, decode_heads(layer))}
         first = not self.kernel
         if first:
             backend, self.kernel = _backend(self.settings, device, counts, self.code.seam_obstacle)
@@ -337,15 +337,6 @@ def _backend(
 def _create(name: str, device: torch.device) -> AttentionBackend:
     # The server's kernels are launched in many ways; what comes next to this one may count on the stream's order.
     return backends.create(name, device=device, pdl=False)
-
-
-def _decode_heads(layer: nn.Module) -> int:
-    """A layer's heads a rank in decode steps: ranks that share a prompt's context may then share out its heads."""
-    for owner in type(layer).__mro__:  # SGLang 0.5.23's model file has this function
-        if context := getattr(sys.modules.get(owner.__module__), "get_cp_decode_attn_tp_ctx", None):
-            size = context().decode_tp_size  # None: they do not
-            return layer.n_heads // size if size else layer.n_local_heads
-    return layer.n_local_heads
 
 
 def _decodes(*arguments: Any) -> bool:
